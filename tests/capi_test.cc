@@ -949,6 +949,32 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   both[1] = nullptr;
   EXPECT_FAILS(HALFBYTE_USAGE, "weights[1] must not be NULL",
                halfbyte_packed_concat_rows(both, 2, &joined[1], nullptr));
+  // A part of it: the rows of the second. And the columns of one weight, as one.
+  std::ranges::fill(memory.values, uint8_t{0x5a});
+  const halfbyte_slice rows = {0, 32, 72}, outside = {0, 32, 73}, all = {1, 0, 96};
+  EXPECT_OK(halfbyte_packed_slice(&joined[1], &rows, &packed, nullptr));
+  std::ranges::fill(codes_back.values, uint8_t{0});
+  EXPECT_OK(halfbyte_reorder_from_packed(&packed, &back, nullptr));
+  EXPECT_EQ(codes.values, codes_back.values);
+  EXPECT_FAILS(HALFBYTE_USAGE, "slice: slice must lie within the 72 elements of axis 0, got 32 to 73",
+               halfbyte_packed_slice(&joined[1], &outside, &packed, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "slice must not be NULL",
+               halfbyte_packed_slice(&joined[1], nullptr, &packed, nullptr));
+  EXPECT_FAILS(HALFBYTE_USAGE, "slice: to must be [72, 96], the slice, got [40, 96]",
+               halfbyte_packed_slice(&joined[1], &all, &packed, nullptr));
+  Array<uint8_t> third_memory({joined_bytes[0] + 256});
+  DLTensor third_data = *static_cast<const DLTensor*>(third_memory);
+  third_data.byte_offset =
+      static_cast<uint64_t>(256 - reinterpret_cast<uintptr_t>(third_memory.values.data()) % 256);
+  third_data.shape = joined_bytes.data();
+  halfbyte_packed_weight third = joined[0];
+  third.data = &third_data;
+  const halfbyte_packed_weight* one[] = {joined.data()};
+  EXPECT_OK(halfbyte_packed_concat_cols(one, 1, &third, nullptr));
+  EXPECT_EQ(0, std::memcmp(third_memory.values.data() + third_data.byte_offset,
+                           more_memory.values.data() + more_offset, static_cast<size_t>(joined_bytes[0])));
+  EXPECT_FAILS(HALFBYTE_USAGE, "concat_cols: to must be [32, 96], the cols of all weights, got [40, 96]",
+               halfbyte_packed_concat_cols(one, 1, &packed, nullptr));
   view.rows = 40;
   view.codes = codes;
   view.scales = scales;
@@ -2469,12 +2495,33 @@ TEST(CApi, WeightsComeInAndGoOut) {
   EXPECT_OK(halfbyte_checkpoint_find(checkpoint, name, &index));
   EXPECT_OK(halfbyte_checkpoint_find(checkpoint, "model.norm.weight", &dense));
   halfbyte_quantized_weight* weight = nullptr;
-  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &weight), HALFBYTE_OK)
+  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, nullptr, &weight), HALFBYTE_OK)
       << halfbyte_last_error();
-  EXPECT_EQ(halfbyte_checkpoint_load(checkpoint, dense, kCpu, nullptr, &weight), HALFBYTE_USAGE);
-  EXPECT_EQ(halfbyte_checkpoint_load(checkpoint, -1, kCpu, nullptr, &weight), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_checkpoint_load(checkpoint, dense, kCpu, nullptr, nullptr, &weight), HALFBYTE_USAGE);
+  EXPECT_EQ(halfbyte_checkpoint_load(checkpoint, -1, kCpu, nullptr, nullptr, &weight), HALFBYTE_USAGE);
   EXPECT_FAILS(HALFBYTE_USAGE, "weight must not be NULL",
-               halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, nullptr));
+               halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, nullptr, nullptr));
+  // Of double quantization, a part that begins with a block of scales; its own first half.
+  const halfbyte_slice upper = {0, 0, 128}, lower = {0, 1, 128}, quarter = {0, 0, 64};
+  halfbyte_quantized_weight *part = nullptr, *part_of_part = nullptr, *from_file = nullptr;
+  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &upper, &part), HALFBYTE_OK)
+      << halfbyte_last_error();
+  EXPECT_OK(halfbyte_quantized_weight_slice(part, &quarter, nullptr, &part_of_part));
+  EXPECT_OK(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &quarter, &from_file));
+  auto some = output<halfbyte_quantized_weight_parts>(), others = some;
+  EXPECT_OK(halfbyte_quantized_weight_get_parts(part_of_part, &some));
+  EXPECT_OK(halfbyte_quantized_weight_get_parts(from_file, &others));
+  ASSERT_EQ(some.codes->shape[0], others.codes->shape[0]);
+  EXPECT_EQ(0, std::memcmp(some.codes->data, others.codes->data, static_cast<size_t>(some.codes->shape[0])));
+  EXPECT_FAILS(
+      HALFBYTE_USAGE,
+      "load_weight: a weight [768, 256] has no slice 1 to 128 of axis 0: scale 4 is not the first of a "
+      "block of 256 with an absmax: take a slice of expanded()",
+      halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &lower, &from_file));
+  EXPECT_FAILS(HALFBYTE_USAGE, "slice must not be NULL",
+               halfbyte_quantized_weight_slice(weight, nullptr, nullptr, &part));
+  for (halfbyte_quantized_weight* each : {part, part_of_part, from_file})
+    halfbyte_quantized_weight_destroy(each);
 
   auto info = output<halfbyte_quantized_weight_info>();
   EXPECT_OK(halfbyte_quantized_weight_get_info(weight, &info));
@@ -2540,7 +2587,7 @@ TEST(CApi, WeightsComeInAndGoOut) {
 
   ASSERT_EQ(halfbyte_checkpoint_open(out.c_str(), &checkpoint), HALFBYTE_OK) << halfbyte_last_error();
   EXPECT_OK(halfbyte_checkpoint_find(checkpoint, name, &index));
-  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, &weight), HALFBYTE_OK);
+  ASSERT_EQ(halfbyte_checkpoint_load(checkpoint, index, kCpu, nullptr, nullptr, &weight), HALFBYTE_OK);
   EXPECT_OK(halfbyte_quantized_weight_get_parts(weight, &parts));
   EXPECT_EQ(0, std::memcmp(back.codes->data, parts.codes->data, static_cast<size_t>(rows * cols / 2)));
   halfbyte_quantized_weight_destroy(weight);

@@ -127,8 +127,13 @@ class Checkpoint {
 // padding of the native layout. Its shape is [out, in] of the layer, also of a Conv1D, whose Weight::shape is
 // the reverse. Throws Error(usage) if no weight has the name, naming it, or if it is dense: see decode.
 // Error(bad_input) where the file does not have what its header says. Waits for execution.stream.
+//
+// `slice`: only a part along an axis of that shape, QuantizedTensor::slice of the whole, for tensor
+// parallelism: of axis 0 the outputs, of axis 1 the inputs of a layer. With little memory besides; of axis 0
+// only its part of the file is read. Throws as QuantizedTensor::slice.
 HALFBYTE_API QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
-                                         Device device = {}, Execution execution = {});
+                                         Device device = {}, Execution execution = {},
+                                         const std::optional<Slice>& slice = {});
 
 // A dense weight, quantized while it is read, in blocks of rows: what quantize() makes of the whole, with
 // little memory besides. Its shape is that of the file. Throws Error(usage) if no weight has the name, if it

@@ -999,6 +999,20 @@ HALFBYTE_API halfbyte_status halfbyte_reorder_from_packed(const halfbyte_packed_
 HALFBYTE_API halfbyte_status halfbyte_packed_concat_rows(const halfbyte_packed_weight* const* weights,
                                                          int64_t count, const halfbyte_packed_weight* to,
                                                          void* stream);
+/* The columns likewise: PackedTensor::concat_cols. */
+HALFBYTE_API halfbyte_status halfbyte_packed_concat_cols(const halfbyte_packed_weight* const* weights,
+                                                         int64_t count, const halfbyte_packed_weight* to,
+                                                         void* stream);
+/* Elements [begin, end) along one axis. */
+typedef struct halfbyte_slice {
+  int64_t axis, begin, end;
+} halfbyte_slice;
+/* Rows (axis 0) or columns (axis 1) of a packed weight, which PackedTensor::slice has the rules of. `to`: of
+ * the spec and device of `from`, with the extents of the slice; they do not overlap. On a CUDA device it is
+ * enqueued on the stream. */
+HALFBYTE_API halfbyte_status halfbyte_packed_slice(const halfbyte_packed_weight* from,
+                                                   const halfbyte_slice* slice,
+                                                   const halfbyte_packed_weight* to, void* stream);
 
 typedef int32_t halfbyte_qgemm_math;
 enum {
@@ -1214,6 +1228,10 @@ HALFBYTE_API halfbyte_status halfbyte_quantized_weight_get_view(const halfbyte_q
 HALFBYTE_API halfbyte_status halfbyte_quantized_weight_to(const halfbyte_quantized_weight* weight,
                                                           DLDevice device, void* stream,
                                                           halfbyte_quantized_weight** result);
+/* A part along an axis of the shape, in memory of its own: QuantizedTensor::slice. Waits for the stream. */
+HALFBYTE_API halfbyte_status halfbyte_quantized_weight_slice(const halfbyte_quantized_weight* weight,
+                                                             const halfbyte_slice* slice, void* stream,
+                                                             halfbyte_quantized_weight** result);
 
 /* Weights from codes that were made elsewhere, and back: halfbyte/convert.hpp has the rules. */
 
@@ -1357,10 +1375,11 @@ HALFBYTE_API halfbyte_status halfbyte_checkpoint_decode(const halfbyte_checkpoin
                                                         const DLTensor* y);
 
 /* The parts of a quantized weight, from every layout. HALFBYTE_USAGE if it is dense. execution: NULL means
- * the defaults. */
+ * the defaults. slice: only a part along an axis, load_weight in halfbyte/checkpoint.hpp; NULL: all. */
 HALFBYTE_API halfbyte_status halfbyte_checkpoint_load(const halfbyte_checkpoint* checkpoint,
                                                       int64_t weight_index, DLDevice device,
                                                       const halfbyte_execution* execution,
+                                                      const halfbyte_slice* slice,
                                                       halfbyte_quantized_weight** weight);
 
 /* What a run does with what an earlier one with its output left unfinished: Unfinished in

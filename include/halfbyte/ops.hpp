@@ -177,6 +177,11 @@ struct HALFBYTE_API QuantizedTensor {
   QuantizedTensor expanded(void* stream = nullptr) const;
   // The same weight on another device, as Tensor::to.
   QuantizedTensor to(Device device, void* stream = nullptr) const;
+  // A part along an axis of `shape`, in memory of its own: codes and scales as they are, so that it decodes
+  // to that part of what the whole decodes to. Throws Error(usage), naming the reason, where it does not
+  // begin or end between groups, between bytes of codes, or (double quantization) where a block of scales
+  // begins. Waits for `stream`.
+  QuantizedTensor slice(const Slice& slice, void* stream = nullptr) const;
 };
 
 // One-line forms, on the device of x and of q. quantize waits for Execution::stream. It throws

@@ -105,9 +105,18 @@ class HALFBYTE_API PackedTensor {
   // and a global scale is the same for all. Throws Error(usage) where they are not so, naming the weight.
   // Waits for `stream`.
   static PackedTensor concat_rows(std::span<const ConstPackedWeight> weights, void* stream = nullptr);
+  // The columns of all of them, one behind the other, likewise: the weights have the same rows, and but for
+  // the last whole groups and whole blocks of columns (see `slice`).
+  static PackedTensor concat_cols(std::span<const ConstPackedWeight> weights, void* stream = nullptr);
   const PackedWeight& view() const { return weight_; }  // valid as long as the memory
   // The same weight on another device, as Tensor::to.
   PackedTensor to(Device device, void* stream = nullptr) const;
+  // Rows (axis 0) or columns (axis 1) of it, in memory of their own, as they are to the bit. Rows are cut at
+  // multiples of 32; columns between groups, at multiples of 64 and of the length of a group up to 256.
+  // Throws Error(usage), naming the reason, for other slices, with double quantization, and where so few
+  // columns would be stored in another form (those of a single group of 48, 80, 96 and more columns).
+  // QuantizedTensor::slice has fewer rules. Waits for `stream`.
+  PackedTensor slice(const Slice& slice, void* stream = nullptr) const;
 
  private:
   Tensor memory_;
@@ -129,6 +138,11 @@ HALFBYTE_API void reorder(const ConstPackedWeight& from, const WeightView& to, E
 // Throws as the member, and Error(usage) for another `to`.
 HALFBYTE_API void concat_rows(std::span<const ConstPackedWeight> weights, const PackedWeight& to,
                               void* stream = nullptr);
+// The same of PackedTensor::concat_cols and PackedTensor::slice.
+HALFBYTE_API void concat_cols(std::span<const ConstPackedWeight> weights, const PackedWeight& to,
+                              void* stream = nullptr);
+HALFBYTE_API void copy_slice(const ConstPackedWeight& from, const Slice& slice, const PackedWeight& to,
+                             void* stream = nullptr);
 
 enum class QgemmMath : uint8_t {
   automatic,  // bf16 and f16: exact products, f32 sums. f32: f32 products, f32 sums

@@ -121,6 +121,13 @@ struct BasicTensorView {
 using TensorView = BasicTensorView<void>;
 using ConstTensorView = BasicTensorView<const void>;
 
+// Elements [begin, end) along one axis of a tensor.
+struct Slice {
+  int axis = 0;
+  int64_t begin = 0, end = 0;
+  bool operator==(const Slice&) const = default;
+};
+
 // Product of the extents. Throws Error(usage) if one is negative or the product exceeds 2^63 - 1.
 HALFBYTE_API int64_t num_elements(std::span<const int64_t> shape);
 template <class Data>

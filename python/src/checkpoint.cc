@@ -2,6 +2,7 @@
 #include "halfbyte/checkpoint.hpp"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -155,9 +156,18 @@ const Weight& weight_named(const Checkpoint& self, nb::handle name) {
   return *found;
 }
 
+std::optional<Slice> slice_given(nb::handle given) {
+  if (given.is_none()) return std::nullopt;
+  std::tuple<int, int64_t, int64_t> values;
+  if (!nb::try_cast(given, values)) wrong_type("slice", "None or (axis, begin, end)", given);
+  const auto [axis, begin, end] = values;
+  return Slice{axis, begin, end};
+}
+
 Quantized load(const Checkpoint& self, nb::handle name, nb::handle device, nb::handle framework,
-               int num_threads, nb::handle stream) {
+               int num_threads, nb::handle stream, nb::handle slice) {
   const Weight& weight = weight_named(self, name);
+  const std::optional<Slice> part = slice_given(slice);
   Place place = place_of(device, framework);
   void* const handle = to_stream(stream, place.home);
   // PyTorch allocates what it has on CUDA devices.
@@ -165,7 +175,8 @@ Quantized load(const Checkpoint& self, nb::handle name, nb::handle device, nb::h
   Quantized result{{}, by_torch ? home_of(Framework::torch, {}) : std::move(place.home)};
   {
     const nb::gil_scoped_release release;
-    result.tensor = load_weight(self, weight.name, by_torch ? Device{} : place.device, {num_threads, handle});
+    result.tensor =
+        load_weight(self, weight.name, by_torch ? Device{} : place.device, {num_threads, handle}, part);
   }
   return by_torch ? to_device(result, place.device, handle) : result;
 }
@@ -380,12 +391,13 @@ void bind_reading(nb::module_& module) {
           "of the row-major weight from `begin` on. bf16 in NumPy is uint16. Uses one thread.")
       .def("load_weight", &load, nb::arg("name"), nb::arg("device") = "cpu", nb::kw_only(),
            nb::arg("framework") = nb::none(), nb::arg("num_threads") = 0, nb::arg("stream") = nb::none(),
+           nb::arg("slice") = nb::none(),
            nb::sig("def load_weight(self, name: Weight | str, device: object = 'cpu', *, "
-                   "framework: str | None = None, num_threads: int = 0, stream: object = None) -> "
-                   "QuantizedTensor"),
-           "A quantized weight, from every layout, exactly; of shape [out, in] of the layer. framework: of "
-           "its "
-           "arrays, \"numpy\", \"torch\" or \"dlpack\"; None: torch for a torch.device, else numpy. Raises "
+                   "framework: str | None = None, num_threads: int = 0, stream: object = None, "
+                   "slice: tuple[int, int, int] | None = None) -> QuantizedTensor"),
+           "A quantized weight, from every layout, exactly; of shape [out, in] of the layer. slice: (axis, "
+           "begin, end), only this part of it, as QuantizedTensor.slice. framework: of its arrays, "
+           "\"numpy\", \"torch\" or \"dlpack\"; None: torch for a torch.device, else numpy. Raises "
            "ValueError if no weight has the name, or it is dense (see load_dense); Error (BAD_INPUT) where "
            "the "
            "file does not have what its header says.")

@@ -379,6 +379,25 @@ void bind_quantized(nb::module_& module) {
           nb::arg("stream") = nb::none(),
           nb::sig("def expanded(self, stream: object = None) -> QuantizedTensor"),
           "The same weight without double quantization: its scales are f32. Waits for the stream.")
+      .def(
+          "slice",
+          [](const Quantized& self, int axis, int64_t begin, int64_t end, nb::handle stream) {
+            void* const handle = to_stream(stream, self.home);
+            Quantized result{{}, self.home};
+            const nb::gil_scoped_release release;
+            result.tensor = self.tensor.slice({axis, begin, end}, handle);
+            return result;
+          },
+          nb::arg("axis"), nb::arg("begin"), nb::arg("end"), nb::arg("stream") = nb::none(),
+          nb::sig("def slice(self, axis: int, begin: int, end: int, stream: object = None) -> "
+                  "QuantizedTensor"),
+          "Elements [begin, end) along an axis of the shape, in memory of their own: codes and scales as "
+          "they are. Raises ValueError, naming the reason, where it does not begin or end between groups, "
+          "between bytes of codes, or where a block of scales begins (double quantization). Waits for the "
+          "stream.\n\n"
+          "    >>> q = halfbyte.quantize(np.eye(4, 256, dtype=np.float32), \"nf4\")\n"
+          "    >>> q.slice(1, 64, 256).shape, q.slice(0, 1, 2).dequantize().sum()\n"
+          "    ((4, 192), np.float32(1.0))")
       .def("to", &move_to, nb::arg("device"), nb::arg("stream") = nb::none(),
            nb::sig("def to(self, device: object, stream: object = None) -> QuantizedTensor"),
            "The same weight on another device: \"cpu\", \"cuda\", \"cuda:1\". Waits for the stream.")
@@ -532,27 +551,52 @@ Packed reorder_arrays(nb::handle spec_text, int64_t rows, int64_t cols, nb::hand
   return packed;
 }
 
-Packed concat_rows_of(nb::handle weights, nb::handle stream) {
+using Concat = void (*)(std::span<const ConstPackedWeight> weights, const PackedWeight& to, void* stream);
+
+// Packed weights, joined along the extent `joined`.
+Packed concat_packed(nb::handle weights, nb::handle stream, int64_t PackedWeight::*joined, Concat concat) {
   if (!nb::isinstance<nb::sequence>(weights) || nb::isinstance<nb::str>(weights))
     wrong_type("weights", "a list of PackedTensor", weights);
   std::vector<Packed> given;
   std::vector<ConstPackedWeight> views;
-  int64_t rows = 0;
+  PackedWeight whole;
   for (const nb::handle each : nb::borrow<nb::sequence>(weights)) {
     if (!nb::isinstance<Packed>(each))
       wrong_type("weights[" + std::to_string(given.size()) + "]", "a PackedTensor", each);
     given.push_back(nb::cast<const Packed&>(each));
-    views.push_back(given.back().view());
-    rows += views.back().rows;
+    const PackedWeight& weight = given.back().view();
+    const int64_t before = views.empty() ? 0 : whole.*joined;
+    if (views.empty()) whole = weight;
+    whole.*joined = before + weight.*joined;
+    views.push_back(weight);
   }
   if (given.empty())
     throw Error(ErrorCode::usage, "weights must have at least one weight, got none",
                 ErrorDetails{ErrorKind::invalid_argument, "weights", "at least one weight", "none"});
   const Packed& first = given.front();
-  Packed packed = empty_packed(views[0].spec, rows, views[0].cols, first.home, nb::none());
+  Packed packed = empty_packed(whole.spec, whole.rows, whole.cols, first.home, nb::none());
   void* const handle = to_stream(stream, first.home);
   const nb::gil_scoped_release release;
-  concat_rows(views, packed.view(), handle);
+  concat(views, packed.view(), handle);
+  return packed;
+}
+Packed concat_rows_of(nb::handle weights, nb::handle stream) {
+  return concat_packed(weights, stream, &PackedWeight::rows, &concat_rows);
+}
+Packed concat_cols_of(nb::handle weights, nb::handle stream) {
+  return concat_packed(weights, stream, &PackedWeight::cols, &concat_cols);
+}
+
+Packed slice_packed(const Packed& self, int axis, int64_t begin, int64_t end, nb::handle stream) {
+  const PackedWeight& weight = self.view();
+  // What is no slice, the library says.
+  const int64_t most = axis == 0 ? weight.rows : weight.cols;
+  const int64_t extent = begin >= 0 && begin <= end && end <= most ? end - begin : 0;
+  Packed packed = empty_packed(weight.spec, axis == 0 ? extent : weight.rows,
+                               axis == 1 ? extent : weight.cols, self.home, nb::none());
+  void* const handle = to_stream(stream, self.home);
+  const nb::gil_scoped_release release;
+  copy_slice(weight, {axis, begin, end}, packed.view(), handle);
   return packed;
 }
 
@@ -595,6 +639,16 @@ void bind_packed(nb::module_& module) {
           nb::arg("spec"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"),
           nb::sig("def copy_of(spec: QuantSpec | str, rows: int, cols: int, data: object) -> PackedTensor"),
           "The same of bytes that lie anywhere, which are copied.")
+      .def(
+          "slice", &slice_packed, nb::arg("axis"), nb::arg("begin"), nb::arg("end"), nb::kw_only(),
+          nb::arg("stream") = nb::none(),
+          nb::sig("def slice(self, axis: int, begin: int, end: int, *, stream: object = None) -> "
+                  "PackedTensor"),
+          "Rows (axis 0) or columns (axis 1) begin to end, a copy, as they are to the bit. Rows are cut at "
+          "multiples of 32, columns between groups and at multiples of 64 and of the length of a group up to "
+          "256. On CUDA devices it is enqueued on the stream. Raises ValueError, naming the reason, for "
+          "other "
+          "slices, with double quantization, and where so few columns are stored in another form.")
       .def_prop_ro(
           "data", [](const Packed& self) { return to_python(memory_of(self), self.home); },
           nb::sig("def data(self) -> object"), "u8 [num_bytes], without a copy.")
@@ -793,6 +847,15 @@ void bind_tensors(nb::module_& module) {
       "    >>> both = halfbyte.concat_rows([q.pack(), k.pack()])\n"
       "    >>> both.rows, halfbyte.qgemm(np.ones((1, 64), np.float32), both).shape\n"
       "    (128, (1, 128))");
+  module.def(
+      "concat_cols", &concat_cols_of, nb::arg("weights"), nb::kw_only(), nb::arg("stream") = nb::none(),
+      nb::sig("def concat_cols(weights: Sequence[PackedTensor], *, stream: object = None) -> PackedTensor"),
+      "The columns of all weights, one behind the other, as one weight, a copy: PackedTensor.slice of axis 1 "
+      "undone. The weights have one spec, the same rows and device, and but for the last columns that slice "
+      "cuts at; otherwise as concat_rows.\n\n"
+      "    >>> q = halfbyte.quantize(np.eye(96, 256, dtype=np.float32), \"int8\").pack()\n"
+      "    >>> halfbyte.concat_cols([q.slice(1, 0, 64), q.slice(1, 64, 256)]).cols\n"
+      "    256");
 }
 
 }  // namespace halfbyte::python

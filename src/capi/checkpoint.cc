@@ -369,12 +369,14 @@ halfbyte_status halfbyte_checkpoint_decode(const halfbyte_checkpoint* checkpoint
 
 halfbyte_status halfbyte_checkpoint_load(const halfbyte_checkpoint* checkpoint, int64_t weight_index,
                                          DLDevice device, const halfbyte_execution* execution,
-                                         halfbyte_quantized_weight** weight) {
+                                         const halfbyte_slice* slice, halfbyte_quantized_weight** weight) {
   return guard([&] {
     const std::string& name = weight_of(checkpoint, weight_index).name;
     required(weight, "weight");
-    *weight =
-        new_weight(load_weight(checkpoint->checkpoint, name, from_dlpack(device), execution_of(execution)));
+    std::optional<Slice> part;
+    if (slice != nullptr) part = slice_of(slice, "slice");
+    *weight = new_weight(
+        load_weight(checkpoint->checkpoint, name, from_dlpack(device), execution_of(execution), part));
   });
 }
 

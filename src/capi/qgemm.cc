@@ -208,13 +208,28 @@ halfbyte_status halfbyte_reorder_from_packed(const halfbyte_packed_weight* from,
                                              const halfbyte_execution* execution) {
   return guard([&] { reorder(packed_of(from, "from"), weight_view_of(to, "to"), execution_of(execution)); });
 }
+namespace {
+
+std::vector<ConstPackedWeight> packed_list_of(const halfbyte_packed_weight* const* weights, int64_t count) {
+  if (count < 0) refuse("count must be >= 0, got {}", count);
+  std::vector<ConstPackedWeight> given;
+  for (int64_t i = 0; i < count; ++i)
+    given.push_back(packed_of((&required(weights, "weights"))[i], fmt::format("weights[{}]", i).c_str()));
+  return given;
+}
+
+}  // namespace
+
 halfbyte_status halfbyte_packed_concat_rows(const halfbyte_packed_weight* const* weights, int64_t count,
                                             const halfbyte_packed_weight* to, void* stream) {
-  return guard([&] {
-    if (count < 0) refuse("count must be >= 0, got {}", count);
-    std::vector<ConstPackedWeight> given;
-    for (int64_t i = 0; i < count; ++i)
-      given.push_back(packed_of((&required(weights, "weights"))[i], fmt::format("weights[{}]", i).c_str()));
-    concat_rows(given, packed_of(to, "to"), stream);
-  });
+  return guard([&] { concat_rows(packed_list_of(weights, count), packed_of(to, "to"), stream); });
+}
+halfbyte_status halfbyte_packed_concat_cols(const halfbyte_packed_weight* const* weights, int64_t count,
+                                            const halfbyte_packed_weight* to, void* stream) {
+  return guard([&] { concat_cols(packed_list_of(weights, count), packed_of(to, "to"), stream); });
+}
+halfbyte_status halfbyte_packed_slice(const halfbyte_packed_weight* from, const halfbyte_slice* slice,
+                                      const halfbyte_packed_weight* to, void* stream) {
+  return guard(
+      [&] { copy_slice(packed_of(from, "from"), slice_of(slice, "slice"), packed_of(to, "to"), stream); });
 }

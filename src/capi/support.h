@@ -164,6 +164,13 @@ inline std::vector<int64_t> extents_of(const int64_t* shape, int64_t ndim, int64
   return {shape, shape + ndim};
 }
 
+inline Slice slice_of(const halfbyte_slice* slice, const char* name) {
+  const halfbyte_slice& given = required(slice, name);
+  // What is no axis of any tensor is refused as none of this one.
+  const bool fits = given.axis >= 0 && given.axis <= kMostExtents;
+  return {fits ? static_cast<int>(given.axis) : -1, given.begin, given.end};
+}
+
 // The element `index` of a list.
 template <class List>
 const auto& element(const List& list, int64_t index, const char* name) {

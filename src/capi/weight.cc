@@ -162,6 +162,15 @@ halfbyte_status halfbyte_quantized_weight_to(const halfbyte_quantized_weight* we
   });
 }
 
+halfbyte_status halfbyte_quantized_weight_slice(const halfbyte_quantized_weight* weight,
+                                                const halfbyte_slice* slice, void* stream,
+                                                halfbyte_quantized_weight** result) {
+  return guard([&] {
+    const QuantizedTensor& of = tensor_of(weight, "weight");
+    required(result, "result") = new_weight(of.slice(slice_of(slice, "slice"), stream));
+  });
+}
+
 halfbyte_status halfbyte_quantized_weight_from_flat(halfbyte_format format, int32_t symmetric,
                                                     int64_t group_size, const DLTensor* codes,
                                                     const DLTensor* scales, const DLTensor* zeros,

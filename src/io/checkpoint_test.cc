@@ -1787,8 +1787,34 @@ void expect_same_parts(const QuantizedTensor& a, const QuantizedTensor& b) {
   EXPECT_TRUE(bytes_of(a.scales_offset) == bytes_of(b.scales_offset)) << "scales_offset";
 }
 
+// A part that is loaded is the part of what is loaded, or refused likewise. Returns how many there are.
+int expect_slices(const Checkpoint& checkpoint, const std::string& name, const QuantizedTensor& q) {
+  int accepted = 0;
+  for (int axis = 0; axis < std::ssize(q.shape); ++axis) {
+    const int64_t extent = q.shape[static_cast<size_t>(axis)];
+    for (const int64_t unit : {1, 8, 32, 64, 128}) {
+      const int64_t begin = std::min(unit, extent), end = std::max(begin, extent / unit * unit - unit);
+      for (const Slice& slice : {Slice{axis, begin, extent}, Slice{axis, 0, end}, Slice{axis, begin, end}}) {
+        SCOPED_TRACE(fmt::format("axis {}: {} to {}", axis, slice.begin, slice.end));
+        QuantizedTensor expected;
+        try {
+          expected = q.slice(slice);
+        } catch (const Error&) {
+          expect_error(ErrorCode::usage, "has no slice",
+                       [&] { load_weight(checkpoint, name, {}, {}, slice); });
+          continue;
+        }
+        expect_same_parts(load_weight(checkpoint, name, {}, {3}, slice), expected);
+        ++accepted;
+      }
+    }
+  }
+  return accepted;
+}
+
 // What was quantized comes in with the parts that quantize() makes, and goes out with the bytes that it had.
 TEST_F(CheckpointTest, WeightsOfEveryLayoutComeInAndGoOut) {
+  int num_slices = 0;
   for (Case c : all_cases()) {
     for (const bool experts : {false, true}) {
       if (experts && c.shape != std::vector<int64_t>{7, 64} && c.shape != std::vector<int64_t>{7, 256} &&
@@ -1820,6 +1846,7 @@ TEST_F(CheckpointTest, WeightsOfEveryLayoutComeInAndGoOut) {
         EXPECT_TRUE(loaded.spec == weight.spec);
       }
       expect_same_parts(loaded, expected);
+      num_slices += expect_slices(Checkpoint::open(path("out")), "a.experts.weight", loaded);
 
       CheckpointWriter writer(path("again"), {.layout = *report.layout, .base = input, .force = true});
       writer.set("a.experts.weight", loaded);
@@ -1830,6 +1857,7 @@ TEST_F(CheckpointTest, WeightsOfEveryLayoutComeInAndGoOut) {
       if (HasFailure()) return;
     }
   }
+  EXPECT_GT(num_slices, 1000);
 }
 
 // All files of two directories.

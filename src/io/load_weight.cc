@@ -3,9 +3,11 @@
 
 #include "core/checks.h"
 #include "core/format.h"
+#include "core/quantized_tensor.h"
 #include "cpu/parallel.h"
 #include "formats/bits.h"
 #include "io/checkpoint.h"
+#include "io/experts.h"
 
 namespace halfbyte {
 namespace io {
@@ -41,6 +43,19 @@ void set_padding(const QuantizedTensor& q) {
   }
 }
 
+// What a block has of a part, to `native`.
+void read_block(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, const QuantizedWeight& weight,
+                const Block& block, Role role, std::byte* native, Buffer& buffer) {
+  const StoredRange range = stored_range(weight, block, role);
+  if (weight.layout == Layout::halfbyte) {  // which stores the native one
+    checkpoint.read(stored.part(role), range, {native, range.num_bytes()});
+    return;
+  }
+  std::byte* const bytes = buffer.reserve(static_cast<int64_t>(range.num_bytes()));
+  checkpoint.read(stored.part(role), range, {bytes, range.num_bytes()});
+  to_native(weight, block, role, bytes, native);
+}
+
 QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, int num_threads) {
   const QuantizedWeight& weight = stored.weight;
   QuantizedTensor q(weight.spec, weight.shape, weight.dtype);
@@ -70,16 +85,9 @@ QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& sto
       for (const Role role : roles) {
         const bool read = role != Role::codes && weight.spec.granularity == Granularity::tensor && i > 0;
         if (read) continue;
-        const StoredRange range = stored_range(weight, block, role);
-        std::byte* const native = part_of(q, role).data() + native_offset(weight, block, role);
-        if (weight.layout == Layout::halfbyte) {  // which stores the native one
-          checkpoint.read(stored.part(role), range, {native, range.num_bytes()});
-          continue;
-        }
-        std::byte* const bytes =
-            buffers[static_cast<size_t>(worker)].reserve(static_cast<int64_t>(range.num_bytes()));
-        checkpoint.read(stored.part(role), range, {bytes, range.num_bytes()});
-        to_native(weight, block, role, bytes, native);
+        read_block(checkpoint, stored, weight, block, role,
+                   part_of(q, role).data() + native_offset(weight, block, role),
+                   buffers[static_cast<size_t>(worker)]);
       }
     }
   });
@@ -87,11 +95,74 @@ QuantizedTensor load(const Checkpoint::Impl& checkpoint, const StoredWeight& sto
   return q;
 }
 
+// The same of a part of the weight: block by block, of each what belongs to it.
+QuantizedTensor load_slice(const Checkpoint::Impl& checkpoint, const StoredWeight& stored, const Slice& slice,
+                           int num_threads) {
+  QuantizedWeight weight = stored.weight;
+  std::vector<int64_t> kept = check_slice("load_weight", weight.spec, weight.shape, slice);
+  QuantizedTensor q(weight.spec, std::move(kept), weight.dtype);
+  weight.spec = by_rows(weight.spec, weight.cols());
+  const Granularity granularity = weight.spec.granularity;
+  // Not every row has its own codes, scales and so on.
+  if (weight.spec.double_quant || granularity == Granularity::flat || granularity == Granularity::tensor ||
+      (weight.spec != q.spec && weight.cols() % 8 * info(weight.spec.format).bits % 8 != 0))
+    return load(checkpoint, stored, num_threads).slice(slice);
+  q.encoding = weight.encoding;
+  if (has_global_scale(weight.spec))
+    std::memcpy(q.global_scale.data(), &weight.global_scale, sizeof weight.global_scale);
+
+  // Runs of rows, which lie one behind the other in the result.
+  const bool columns = slice.axis + 1 == std::ssize(weight.shape);
+  const auto product = [&](size_t begin, size_t end) {
+    return num_elements(std::span<const int64_t>(weight.shape).subspan(begin, end - begin));
+  };
+  const auto axis = static_cast<size_t>(slice.axis);
+  const int64_t outer = columns ? 1 : product(0, axis);
+  const int64_t inner = columns ? 1 : product(axis + 1, weight.shape.size() - 1);
+  const int64_t extent = columns ? weight.rows() : weight.shape[axis];
+  const int64_t first = columns ? 0 : slice.begin, count = columns ? extent : slice.end - slice.begin;
+  const int64_t run = count * inner, cols = weight.cols();
+  struct Piece {
+    Block block;
+    int64_t begin, end;  // rows of the weight
+    int64_t to;          // row of the result
+  };
+  std::vector<Piece> pieces;
+  if (q.rows() * q.cols() > 0)
+    for (int64_t i = 0; i < outer; ++i) {
+      const int64_t begin = (i * extent + first) * inner, end = begin + run;
+      for (int64_t row = begin; row < end; row = pieces.back().end) {
+        const Block block = block_at(weight, row * cols, preferred_elements(weight, kBlockElements));
+        pieces.push_back({block, row, std::min(end, block.first_row + block.rows), i * run + row - begin});
+      }
+    }
+  std::vector<Buffer> buffers(static_cast<size_t>(effective_threads(num_threads)));
+  parallel_for(std::ssize(pieces), 1, num_threads, [&](int64_t begin, int64_t end, int worker) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto& [block, first_row, end_row, to] = pieces[static_cast<size_t>(i)];
+      QuantizedTensor whole(weight.spec, {block.rows, cols}, weight.dtype);
+      for (const Role role : block_roles(weight.spec))
+        read_block(checkpoint, stored, weight, block, role, part_of(whole, role).data(),
+                   buffers[static_cast<size_t>(worker)]);
+      QuantizedTensor piece = whole.slice({0, first_row - block.first_row, end_row - block.first_row});
+      if (columns) piece = piece.slice({1, slice.begin, slice.end});
+      for (const Role role : block_roles(weight.spec)) {
+        const Tensor &from = part_of(piece, role), &part = part_of(q, role);
+        if (from.num_bytes() > 0)
+          std::memcpy(part.data() + to * (part.num_bytes() / q.rows()), from.data(),
+                      static_cast<size_t>(from.num_bytes()));
+      }
+    }
+  });
+  if (!pieces.empty()) set_padding(q);
+  return q;
+}
+
 }  // namespace
 }  // namespace io
 
 QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name, Device device,
-                            Execution execution) {
+                            Execution execution, const std::optional<Slice>& slice) {
   const Checkpoint::Impl& impl = checkpoint.impl();
   const Weight* const weight = checkpoint.find(name);
   HALFBYTE_CHECK(weight != nullptr, usage, "load_weight: \"{}\" has no weight \"{}\"",
@@ -108,7 +179,10 @@ QuantizedTensor load_weight(const Checkpoint& checkpoint, std::string_view name,
       !impl.quantized_weight(*weight)->weight.e5m2_codes, bad_input,
       "load_weight: the codes of weight \"{}\" are of E5M2, which no format of halfbyte has: decode it",
       io::printable(name));
-  return io::load(impl, *impl.quantized_weight(*weight), execution.num_threads).to(device, execution.stream);
+  const io::StoredWeight& stored = *impl.quantized_weight(*weight);
+  const QuantizedTensor q = slice ? io::load_slice(impl, stored, *slice, execution.num_threads)
+                                  : io::load(impl, stored, execution.num_threads);
+  return q.to(device, execution.stream);
 }
 
 }  // namespace halfbyte

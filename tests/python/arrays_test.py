@@ -395,6 +395,35 @@ def test_rows_that_do_not_go_together():
             halfbyte.concat_rows(wrong)
 
 
+@pytest.mark.parametrize("spec", ["nf4", "affine3,group_size=128", "int8,granularity=channel", "nvfp4"])
+def test_parts_of_a_weight(spec):
+    q = halfbyte.quantize(random(96, 832), spec)
+    for axis, begin, end in ((0, 32, 96), (1, 384, 832), (1, 0, 832)):
+        part, cut = q.slice(axis, begin, end), q.pack().slice(axis, begin, end)
+        dense = q.dequantize("f32")
+        assert np.array_equal(part.dequantize("f32"), dense[begin:end] if axis == 0 else dense[:, begin:end])
+        assert np.array_equal(part.pack().data, cut.data) and (cut.rows, cut.cols) == part.shape
+    columns = [q.pack().slice(1, begin, end) for begin, end in ((0, 384), (384, 832))]
+    assert np.array_equal(halfbyte.concat_cols(columns).data, q.pack().data)
+    assert np.array_equal(q.slice(0, 5, 7).codes, q.codes[5:7])  # where a packed weight is not cut
+
+
+def test_parts_that_there_are_not():
+    q = halfbyte.quantize(random(96, 320), "nf4")
+    for call, text in (
+        (lambda: q.slice(1, 32, 320), "element 32 is not the first of a group of 64"),
+        (lambda: q.slice(2, 0, 1), r"slice.axis must be an axis of \[96, 320\], got 2"),
+        (lambda: q.slice(0, 0, 97), "slice must lie within the 96 elements of axis 0, got 0 to 97"),
+        (lambda: q.pack().slice(0, 5, 96), "multiples of 32, got 5"),
+        (lambda: q.pack().slice(1, 0, 1 << 60), "within the 320 elements of axis 1"),
+        (lambda: q.pack().slice(3, 0, 1), "slice.axis must be an axis of"),
+        (lambda: halfbyte.concat_cols([q.pack().slice(0, 0, 32), q.pack()]), r"weights\[1\].rows must be 32"),
+        (lambda: halfbyte.concat_cols([]), "at least one weight"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
 def test_experts_are_packed_one_by_one():
     x = random(3, 32, 64)
     q = halfbyte.quantize(x, "int4")

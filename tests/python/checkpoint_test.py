@@ -117,6 +117,9 @@ def test_every_layout_loads_as_its_own_reader_has_it(layout, quantized):
     assert np.allclose(q.dequantize("f32"), wanted[name].weights, rtol=1e-6)
     assert np.array_equal(checkpoint.load_dense(UP, "f32"), q.dequantize("f32"))
     assert np.array_equal(pickle.loads(pickle.dumps(q)).codes, q.codes)
+    assert np.array_equal(checkpoint.load_weight(UP, slice=(1, 128, 256)).dequantize("f32"), q.dequantize("f32")[:, 128:])
+    with pytest.raises(TypeError, match="slice must be None or"):
+        checkpoint.load_weight(UP, slice=(1, 2))
     if layout != "gptq":
         packed = q.pack()
         x = np.eye(q.cols, dtype=np.float32)
