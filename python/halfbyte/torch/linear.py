@@ -71,6 +71,7 @@ class QuantizedLinear(nn.Linear):
     _kinds: tuple[str, ...] = ("nf4", "fp4", "lut4", "nvfp4", "mxfp4", "int", "affine", "fp8")  # what the names of its formats begin with
     _default_spec = "nf4"
     packed_names = ("weight",)  # the parameters that hold packed weights
+    part: object | None = None  # of a larger layer, which this one is: parallel.Part
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
                  spec: _core.QuantSpec | str | None = None, lora_rank: int = 0, lora_alpha: float | None = None,
@@ -108,8 +109,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight_spec(self) -> Tensor:
         """What the bytes of the weight are, as a JSON text in a u8 tensor: a key of state_dict()."""
-        text = json.dumps({"spec": str(self.spec), "shape": [self.out_features, self.in_features],
-                           "packed_version": _core._packed_version})
+        shape = [self.out_features, self.in_features] if self.part is None else self.part.shape
+        text = json.dumps({"spec": str(self.spec), "shape": shape, "packed_version": _core._packed_version})
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     @property
@@ -142,6 +143,17 @@ class QuantizedLinear(nn.Linear):
         self._check_shape(list(dense.shape))
         return quantize_packed(dense.detach(), str(self.spec)).view(self.weight.dtype)
 
+    @torch.no_grad()
+    def cut(self, part: object) -> None:
+        """Becomes a part of itself (parallel.py)."""
+        of_part = part.cut_weight(self.quantized())
+        self.part, self.spec = part, spec_of(str(of_part.spec))
+        self.out_features, self.in_features = of_part.shape
+        self._shape = shape_of(str(self.spec), self.out_features, self.in_features)
+        self._set_packed(as_tensor(of_part.pack().data))
+        if self.bias is not None:
+            self.bias = nn.Parameter(part.cut_bias(self.bias.detach()), requires_grad=self.bias.requires_grad)
+
     def _set_packed(self, data: Tensor) -> None:
         """Takes the bytes without a copy, where they are on the device of the layer or that is meta."""
         storage = self.weight.dtype
@@ -155,6 +167,11 @@ class QuantizedLinear(nn.Linear):
         """W, dense: [out_features, in_features] of `dtype`; None: that of the layer. Without the adapter."""
         return dequantize_packed(self.weight.detach(), str(self.spec), self.out_features, self.in_features,
                                  self.dtype if dtype is None else dtype)
+
+    def quantized(self) -> _core.QuantizedTensor:
+        """The weight as a halfbyte.QuantizedTensor, a copy on its device."""
+        data = self.weight.detach().view(torch.uint8)
+        return _core.PackedTensor.of(self.spec, self.out_features, self.in_features, data).unpack()
 
     @torch.no_grad()
     def error(self, dense: Tensor) -> QuantizationError:
@@ -178,6 +195,8 @@ class QuantizedLinear(nn.Linear):
         """A new adapter, which adds nothing yet: lora_b is 0. alpha: None: as rank."""
         if rank <= 0:
             raise ValueError(f"the rank of an adapter must be positive, got {rank}")
+        if self.part is not None:
+            raise ValueError("a layer that is cut over devices has no adapter of its own")
         where = {"dtype": self.dtype, "device": self.weight.device}
         self.lora_rank, self.lora_alpha = rank, float(rank if alpha is None else alpha)
         self.lora_a = nn.Parameter(torch.empty(rank, self.in_features, **where))
@@ -230,6 +249,8 @@ class QuantizedLinear(nn.Linear):
     # ---- Forward
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.part is not None:
+            return self.part.forward(self, x)
         parameters = self._parameters
         bias, a = parameters["bias"], parameters["lora_a"]
         if _is_any_autocast_enabled():
@@ -256,6 +277,8 @@ class QuantizedLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.part is not None:
+            self.part.put_whole(self, destination, prefix)
         destination[prefix + "weight_spec"] = self.weight_spec
 
     def bitsandbytes_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
@@ -272,6 +295,12 @@ class QuantizedLinear(nn.Linear):
         # Packed bytes, the keys of bitsandbytes, or a dense weight, which is quantized.
         key = prefix + "weight"
         self._error = None
+        if self.part is not None:
+            try:
+                self.part.take_whole(self, state_dict, prefix)
+            except ValueError as error:
+                error_msgs.append(f"{key}: {error}")
+                return
         given, described = state_dict.get(key), state_dict.pop(prefix + "weight_spec", None)
         try:
             if described is not None:
