@@ -102,8 +102,8 @@ struct LayoutInfo {
   std::vector<ScaleRule> scale_rules = {};  // with a zero point it is always minmax
   ScaleDTypes scale_dtypes = ScaleDTypes::any;
   CodeScale code_scale = CodeScale::stored;
-  bool many_specs = true;  // weights of a model may differ: files or config say the spec of each
-  bool is_source = false;  // models are published in it: `quantize` decodes their weights
+  bool many_specs = true;            // weights of a model may differ: files or config say the spec of each
+  std::vector<Format> sources = {};  // models are published in these: `quantize` decodes their weights
   bool turns_conv1d =
       false;  // a Conv1D [in, out] is held as the linear layer [out, in] that readers make of it
   bool turns_experts = false;  // experts [E, in, out] of a tensor are held as [E, out, in]

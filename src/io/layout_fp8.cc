@@ -116,7 +116,7 @@ const LayoutInfo& fp8_layout() {
                                                     .granularities = {Granularity::group},
                                                     .fp8_granularities = {Granularity::group},
                                                     .scale_dtypes = ScaleDTypes::f32,
-                                                    .is_source = true,
+                                                    .sources = {Format::fp8},
                                                     .apart = true,
                                                     .zero_scale_is_eps = true,
                                                     .parts = parts,

@@ -46,7 +46,7 @@ const LayoutInfo& gpt_oss_layout() {
                                                     .granularities = {Granularity::group},
                                                     .default_group_size = 32,
                                                     .whole_groups = true,
-                                                    .is_source = true,
+                                                    .sources = {Format::mxfp4},
                                                     .turns_experts = true,
                                                     .parts = parts,
                                                     .match = match};

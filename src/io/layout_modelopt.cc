@@ -54,7 +54,7 @@ const LayoutInfo& modelopt_layout() {
                                                     .fp8_granularities = {Granularity::tensor},
                                                     .whole_groups = true,
                                                     .scale_dtypes = ScaleDTypes::f32,
-                                                    .is_source = true,
+                                                    .sources = {Format::nvfp4, Format::fp8},
                                                     .apart = true,
                                                     .zero_scale_is_eps = true,
                                                     .global_is_reciprocal = true,

@@ -169,11 +169,14 @@ void Quantizer::refuse_adapter() const {
 // Quantizing what was quantized before measures its error against the wrong weights, unless there are no
 // others.
 void Quantizer::refuse_quantized() const {
-  for (const Weight& weight : input_.weights)
+  for (const Weight& weight : input_.weights) {
+    if (!weight.layout) continue;
+    const std::vector<Format>& sources = layout_info(*weight.layout).sources;
     HALFBYTE_CHECK(
-        !weight.layout || layout_info(*weight.layout).is_source, bad_input,
+        std::ranges::find(sources, weight.spec.format) != sources.end(), bad_input,
         "weight \"{}\" is already quantized (layout {}): make it dense first, with halfbyte dequantize",
         printable(weight.name), to_string(*weight.layout));
+  }
   refuse_foreign(input_);
   const std::string method = config_.empty() ? "" : quant_method(config_);
   HALFBYTE_CHECK(method.empty(), bad_input,
