@@ -1277,6 +1277,14 @@ def published(**changes):
         "f.weight": st.Tensor("U8", codes[:8].reshape(1, 8)),
         "f.weight_scale": st.Tensor("F8_E4M3", np.full((1, 1), 0x38, np.uint8)),
         "f.weight_scale_2": st.Tensor("F32", np.array(1, np.float32)),
+        "i.weight": st.Tensor("F8_E4M3", codes[:6].reshape(2, 3)),
+        "i.scale": st.Tensor("F8_E8M0", np.full((1, 1), 127, np.uint8)),
+        "j.weight": st.Tensor("I8", codes[:16].reshape(1, 16).view(np.int8)),
+        "j.scale": st.Tensor("F8_E8M0", np.full((1, 1), 127, np.uint8)),
+        "k.weight": st.Tensor("F8_E4M3", codes[:32].reshape(1, 32)),
+        "k.weight_scale": st.Tensor("U8", np.full((1, 1), 127, np.uint8)),
+        "l.weight": st.Tensor("U32", codes[:32].view("<u4").reshape(1, 8)),
+        "l.scales": st.Tensor("U8", np.full((1, 1), 127, np.uint8)),
     } | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     header, order = st.header_of(tensors)
@@ -1285,7 +1293,7 @@ def published(**changes):
     return raw(text, b"".join(tensors[name].data.tobytes() for name in order))
 
 
-NUM_PUBLISHED = 8
+NUM_PUBLISHED = 12
 
 
 def run_many(cli, tmp_path, contents, *command):
@@ -1349,6 +1357,8 @@ WRONG_PUBLISHED = {
     "nvfp4: scales of another dtype": ({"d__weight_scale": st.from_f32(np.ones((1, 1)), "F16")}, "must be F8_E4M3 or U8"),
     "mxfp4: no scales": ({"e__weight_scale": None}, "has no"),
     "mxfp4: rows of no whole groups": ({"e__weight_packed": u8(1, 8)}, "whole groups of 32 codes"),
+    "mlx: scales of fewer rows": ({"l__scales": u8(2, 1)}, r"must be U8 \[1, 1\]"),
+    "two tensors of scales": ({"i__weight_scale_inv": st.from_f32(np.ones((1, 1)), "F32")}, "two quantized weights"),
     "modelopt: no global scale": ({"f__weight_scale_2": None}, "of one F32"),
     "modelopt: codes of one axis": ({"f__weight": u8(8)}, "whole groups of 16 codes"),
 }
@@ -1371,6 +1381,20 @@ NOT_READ = {
     "scales of one axis": {"a__weight_scale": st.from_f32(np.ones(2), "BF16")},
     "scales of f64": {"a__weight_scale": st.Tensor("F64", np.ones((2, 1)))},
     "no columns": {"a__weight": st.Tensor("F8_E4M3", np.zeros((2, 0), np.uint8))},
+    "module: no scales": {"i__scale": None},
+    "module: scales of other blocks": {"i__scale": st.Tensor("F8_E8M0", np.full((2, 1), 127, np.uint8))},
+    "module: scales of bytes": {"i__scale": u8(1, 1)},
+    "module: a scale for all": {"i__scale": st.from_f32(np.array(1), "F32")},
+    "module: no columns": {"i__weight": st.Tensor("F8_E4M3", np.zeros((2, 0), np.uint8))},
+    "module: groups of another size": {"j__scale": st.Tensor("F8_E8M0", np.full((1, 2), 127, np.uint8))},
+    "module: rows of no whole groups": {"j__weight": st.Tensor("I8", np.zeros((1, 15), np.int8))},
+    "module: codes of one axis": {"j__weight": st.Tensor("I8", np.zeros(16, np.int8)), "j__scale": st.Tensor("F8_E8M0", np.full(1, 127, np.uint8))},
+    "mxfp8: groups of another size": {"k__weight_scale": u8(1, 2)},
+    "mxfp8: scales of one axis": {"k__weight_scale": u8(1)},
+    "mlx: a global scale": {"l__global_scale": st.from_f32(np.ones(1), "F32")},
+    "mlx: scales of no mode": {"l__scales": u8(1, 3)},
+    "mlx: no groups": {"l__scales": u8(1, 0)},
+    "mlx: no words": {"l__weight": st.Tensor("U32", np.zeros((1, 0), "<u4")), "l__scales": u8(1, 0)},
     "blocks of 15 bytes": {"x__experts__c_blocks": u8(1, 1, 1, 15)},
     "blocks of three axes": {"x__experts__c_blocks": u8(1, 1, 16)},
 }
@@ -1419,8 +1443,14 @@ def test_published_forms_of_huge_extents(invoke, tmp_path, extent):
         "c.experts.d_scales": ("U8", [extent, extent, 0]),
         "c.experts.e_blocks": ("U8", [0, extent, extent, 16]),
         "c.experts.e_scales": ("U8", [0, extent, extent]),
+        "d.weight": ("F8_E4M3", [0, extent]),
+        "d.scale": ("F8_E8M0", [0, extent // 32]),
+        "e.weight": ("I8", [0, extent]),
+        "e.scale": ("F8_E8M0", [0, extent // 16]),
+        "f.weight": ("U32", [0, extent]),
+        "f.scales": ("U8", [0, extent // 8]),
     }
-    for names in ([name for name in shapes if name[0] == each] for each in "abc"):
+    for names in ([name for name in shapes if name[0] == each] for each in "abcdef"):
         header = {name: {"dtype": shapes[name][0], "shape": shapes[name][1], "data_offsets": [0, 0]} for name in names}
         path = tmp_path / "in.safetensors"
         path.write_bytes(raw(json.dumps(header)))

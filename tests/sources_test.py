@@ -90,6 +90,11 @@ def mlx(words, groups):
     return {f"{P}.weight": zeros("U32", 64, words), f"{P}.scales": zeros("U8", 64, groups)}
 
 
+def of_module(codes, scales):
+    """As DeepSeek-V4 names them."""
+    return {f"{P}.weight": codes, f"{P}.scale": scales}
+
+
 def compressed(*groups):
     """A config of compressed-tensors: for each group its format, weights, and input activations."""
     entry = {"quant_method": "compressed-tensors", "format": groups[0][0] if len(groups) == 1 else "mixed-precision"}
@@ -194,14 +199,44 @@ FOREIGN = {
         ("mxfp4", "gpt-oss", "tensors"),
         {"group_size": 32},
     ),
-    "mlx-mxfp4": (
-        mlx(32, 8),
-        {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
-        ("mxfp4", "mlx", "config.json"),
-        {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "mlx-another-mode": (
+        mlx(48, 8),
+        {"quantization": {"group_size": 32, "bits": 6, "mode": "mxfp6"}},
+        ("mxfp6", "mlx", "config.json"),
+        {"bits": 6, "group_size": 32, "mode": "mxfp6"},
     ),
-    "mlx-nvfp4-tensors": (mlx(32, 16), {}, ("nvfp4", "mlx", "tensors"), {"group_size": 16}),
-    "mlx-mxfp8-tensors": (mlx(64, 8), {}, ("mxfp8", "mlx", "tensors"), {"group_size": 32}),
+    "mlx-another-mode-of-a-shape": (
+        mlx(64, 8),
+        {"quantization": {"group_size": 32, "bits": 8, "mode": "mxfp8_e5m2"}},
+        ("mxfp8_e5m2", "mlx", "config.json"),
+        {"bits": 8, "group_size": 32, "mode": "mxfp8_e5m2"},
+    ),
+    "mlx-global-scales": (
+        mlx(32, 16) | {f"{P}.global_scale": zeros("F32", 64)},
+        {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4", P: {"group_size": 16, "bits": 4, "mode": "nvfp4", "global_scale": True}}},
+        ("nvfp4", "mlx", "tensors"),
+        {"group_size": 16},
+    ),
+    "mlx-tensors": (mlx(48, 8), {}, ("unknown", "mlx", "tensors"), {}),
+    "fp8-scale-of-module": (
+        of_module(zeros("F8_E4M3", 256, 384), zeros("F32", 4, 6)),
+        {},
+        ("fp8", "fp8", "tensors"),
+        {"weight_block_size": [64, 64]},
+    ),
+    "fp8-one-scale-of-module": (of_module(zeros("F8_E4M3", 64, 256), zeros("F32")), {}, ("fp8", "fp8", "tensors"), {"granularity": "tensor"}),
+    "mxfp4-groups-of-128": (
+        of_module(zeros("I8", 64, 128), zeros("F8_E8M0", 64, 2)),
+        {},
+        ("mxfp4", "fp8", "tensors"),
+        {"group_size": 128},
+    ),
+    "mxfp8-groups-of-16": (
+        {f"{P}.weight": zeros("F8_E4M3", 64, 256), f"{P}.weight_scale": zeros("U8", 64, 16)},
+        {},
+        ("fp8", None, "tensors"),
+        {"group_size": 16},
+    ),
     "another-tool": (
         {f"{P}.Wf": zeros("U8", 4)},
         {"quantization_config": {"quant_method": "vptq", "bits": 2}},
@@ -281,18 +316,31 @@ def test_foreign_quantization_beside_a_layout(halfbyte, tmp_path):
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "mlx", "--format", "affine4", "--keep-embeddings")
     tensors, metadata = st.read_directory(tmp_path / "mlx")
     path = tmp_path / "mixed"
-    other = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    other = {"group_size": 32, "bits": 6, "mode": "mxfp6"}
     write_model(
-        path, tensors | mlx(32, 8), {"quantization": {"group_size": 64, "bits": 4, "mode": "affine", P: other}}
+        path, tensors | mlx(48, 8), {"quantization": {"group_size": 64, "bits": 4, "mode": "affine", P: other}}
     )
     (path / "model.safetensors").unlink()
     del tensors[f"{P}.biases"]
-    st.write(path / "model.safetensors", tensors | mlx(32, 8), metadata)
+    st.write(path / "model.safetensors", tensors | mlx(48, 8), metadata)
     document = inspect(halfbyte, path)
     assert document["num_quantized"] == 27
-    assert [(found["method"], found["num_weights"]) for found in document["foreign"]] == [("mxfp4", 1)]
+    assert [(found["method"], found["num_weights"]) for found in document["foreign"]] == [("mxfp6", 1)]
     message = halfbyte("dequantize", path, "-o", tmp_path / "out", expect=BAD_INPUT).stderr
-    assert "mxfp4 of mlx" in message and "mlx_lm.convert --dequantize" in message
+    assert "mxfp6 of mlx" in message
+    assert "rows of 48 words and 8 scales of a byte" in message and "says mode mxfp6" in message
+
+
+def test_groups_of_another_size_beside_blocks(halfbyte, tmp_path):
+    """The config says what is read, and not what else there is."""
+    other = {name.replace("up_proj", "down_proj"): tensor for name, tensor in of_module(zeros("I8", 64, 128), zeros("F8_E8M0", 64, 2)).items()}
+    config = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    path = write_model(tmp_path / "in", FP8_BLOCKS | other, config)
+    document = inspect(halfbyte, path)
+    (found,) = document["foreign"]
+    assert document["num_quantized"] == 1 and (found["method"], found["source"], found["parameters"]) == ("mxfp4", "tensors", {"group_size": 128})
+    faults = json.loads(halfbyte("verify", path, "--json", "-", expect=4).stdout)["faults"]
+    assert [fault["rule"] for fault in faults] == ["scale-shape"]
 
 
 def with_random_values(tensors):
@@ -316,7 +364,14 @@ def with_random_values(tensors):
             exponents = random_bytes("U8", *tensor.data.shape, below=8, seed=2).data + 120
             exponents.reshape(-1)[-1] = 0
             values[name] = st.Tensor("F8_E8M0", exponents)
-        elif name.endswith(("_scale", "_scales")):
+        elif tensor.dtype == "U32":  # bytes that are no NaN of E4M3
+            codes = random_bytes("U8", *tensor.data.shape[:-1], 4 * tensor.data.shape[-1]).data
+            values[name] = st.Tensor("U32", np.where(codes & 0x7F == 0x7F, 0x10, codes).astype(np.uint8).view("<u4"))
+        elif tensor.dtype == "I8":
+            values[name] = st.Tensor("I8", random_bytes("U8", *tensor.data.shape).data.view(np.int8))
+        elif name.endswith(".scales"):  # of E8M0 or of E4M3
+            values[name] = st.Tensor("U8", random_bytes("U8", *tensor.data.shape, below=20, seed=2).data + 100)
+        elif name.endswith(("_scale", "_scales", "_scale_inv")):
             values[name] = st.Tensor("U8", random_bytes("U8", *tensor.data.shape, below=8, seed=2).data + 120)
         else:
             values[name] = random_bytes("U8", *tensor.data.shape)
@@ -394,10 +449,46 @@ FP8 = {
 }
 
 
-@pytest.mark.parametrize("form", BLOCK_FLOATS | FP8)
+GROUP_FP8 = CHANNEL_FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+ROWS_FP8 = {f"{P}.weight": zeros("F8_E4M3", 64, 256)}
+
+
+def mlx_mode(mode, bits, group_size, *shape):
+    """A weight of this shape, as mlx-lm writes it."""
+    tensors = {f"{P}.weight": zeros("U32", *shape[:-1], shape[-1] * bits // 32), f"{P}.scales": zeros("U8", *shape[:-1], shape[-1] // group_size)}
+    return tensors, {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
+
+
+# Forms that are read only: tensors, config, format.
+ONLY_READ = {
+    "deepseek-v4": (
+        of_module(zeros("F8_E4M3", 256, 384), zeros("F8_E8M0", 2, 3)),
+        fp8_config([128, 128], scale_fmt="ue8m0") | {"expert_dtype": "fp4"},
+        "fp8",
+    ),
+    "deepseek-v4-base": (of_module(zeros("F8_E4M3", 256, 384), zeros("F32", 2, 3)), fp8_config([128, 128]), "fp8"),
+    "deepseek-v4.1": (of_module(zeros("F8_E4M3", 300, 384), zeros("F8_E8M0", 10, 12)), fp8_config([32, 32], scale_fmt="ue8m0"), "fp8"),
+    "deepseek-v4.1-rows": (of_module(zeros("F8_E4M3", 300, 256), zeros("F8_E8M0", 300, 8)), fp8_config([32, 32], scale_fmt="ue8m0"), "fp8"),
+    "deepseek-v4-experts": (of_module(zeros("I8", 64, 128), zeros("F8_E8M0", 64, 8)), fp8_config([128, 128]) | {"expert_dtype": "fp4"}, "mxfp4"),
+    "mxfp8": (ROWS_FP8 | {f"{P}.weight_scale": zeros("U8", 64, 8)}, compressed(("mxfp8-quantized", GROUP_FP8, DYNAMIC_FP8)), "fp8"),
+    "mxfp8-modelopt": (
+        ROWS_FP8 | {f"{P}.weight_scale": zeros("U8", 64, 8)},
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}},
+        "fp8",
+    ),
+    "mxfp8-sglang": (ROWS_FP8 | {f"{P}.weight_scale_inv": zeros("U8", 64, 8)}, fp8_config([1, 32], quant_method="mxfp8", scale_fmt="ue8m0"), "fp8"),
+    "mlx-mxfp4": (*mlx_mode("mxfp4", 4, 32, 64, 256), "mxfp4"),
+    "mlx-mxfp8": (*mlx_mode("mxfp8", 8, 32, 64, 256), "fp8"),
+    "mlx-nvfp4": (*mlx_mode("nvfp4", 4, 16, 64, 256), "nvfp4"),
+    "mlx-mxfp8-experts": (*mlx_mode("mxfp8", 8, 32, 3, 20, 64), "fp8"),
+}
+SOURCES = BLOCK_FLOATS | FP8 | {form: (tensors, config) for form, (tensors, config, _) in ONLY_READ.items() if "mlx-mxfp8-experts" != form}
+
+
+@pytest.mark.parametrize("form", SOURCES)
 def test_published_models_are_a_source(halfbyte, tmp_path, form):
     """Decoded by rows and quantized: with codes of 8 bits the error is small against the decoded weight."""
-    tensors, config = (BLOCK_FLOATS | FP8)[form]
+    tensors, config = SOURCES[form]
     tensors = with_random_values(tensors)
     hf_quant_config = {"quantization": {"quant_algo": "NVFP4"}} if form == "modelopt" else None
     files = {"hf_quant_config": hf_quant_config} if hf_quant_config else {}
@@ -415,13 +506,14 @@ def test_published_models_are_a_source(halfbyte, tmp_path, form):
         halfbyte("quantize", path, "-o", tmp_path / "int8", "--format", "int8", "--json", "-").stdout
     )
     (row,) = [row for row in report["weights"] if row["quantized"]]
-    name = "fp8" if form in FP8 else "mxfp4" if form == "mxfp4" else "nvfp4"
-    layout = config["quantization_config"]["quant_method"]
+    name = ONLY_READ[form][2] if form in ONLY_READ else "fp8" if form in FP8 else "mxfp4" if form == "mxfp4" else "nvfp4"
+    layout = config.get("quantization_config", {"quant_method": "mlx"})["quant_method"]
+    layout = {"mxfp8-modelopt": "compressed-tensors", "mxfp8-sglang": "fp8"}.get(form, layout)
     assert row["note"] == f"decoded from {name} ({layout}), against which the error is"
     quantized, _ = st.read_directory(tmp_path / "int8")
     output = json.loads((tmp_path / "int8" / "config.json").read_text())
     assert output["quantization_config"]["format"] == "pack-quantized"
-    assert not (tmp_path / "int8" / "hf_quant_config.json").exists()
+    assert not (tmp_path / "int8" / "hf_quant_config.json").exists() and "expert_dtype" not in output
     (again,) = unpack.weights(quantized, output).values()
     source = st.to_f32(st.from_f32(weight.weights, "BF16"))
     error = np.abs(again.weights - source).max() / np.abs(source).max()
@@ -503,6 +595,94 @@ def test_forms_of_fp8_that_are_read_and_not_written(halfbyte, tmp_path, form):
     else:
         message = halfbyte("convert", path, "-o", tmp_path / "out", "--layout", "fp8", expect=BAD_INPUT).stderr
         assert "layout fp8: has" in message and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ONLY_READ)
+def test_forms_that_are_only_read_keep_their_codes(halfbyte, tmp_path, form):
+    """Every code and scale is in halfbyte and, of block floats, in compressed-tensors; the input has no faults."""
+    tensors, config, format = ONLY_READ[form]
+    tensors = with_random_values(tensors)
+    path = write_model(tmp_path / "in", tensors, config)
+    halfbyte("verify", path)
+    (weight,) = unpack.weights(tensors, config).values()
+    (found,) = [found for found in inspect(halfbyte, path)["weights"] if found["layout"]]
+    assert found["name"] == f"{P}.weight" and found["shape"] == list(weight.weights.shape)
+    assert found["spec"]["format"] == format and found["spec"]["group_size"] == weight.spec["group_size"]
+    halfbyte("convert", path, "-o", tmp_path / "own", "--layout", "halfbyte")
+    (again,) = unpack.weights(st.read_directory(tmp_path / "own")[0], {}).values()
+    assert np.array_equal(again.weights, weight.weights) and np.array_equal(again.codes, weight.codes)
+    if format != "fp8":
+        halfbyte("convert", path, "-o", tmp_path / "ct", "--layout", "compressed-tensors", "--reader", "none")
+        ct, _ = st.read_directory(tmp_path / "ct")
+        assert ct[f"{P}.weight_packed"].data.tobytes() == tensors[f"{P}.weight"].data.tobytes()
+        scales = tensors[f"{P}.scales" if "mlx" in form else f"{P}.scale"]
+        assert ct[f"{P}.weight_scale"].data.tobytes() == scales.data.tobytes()
+    refused = ["convert", path, "-o", tmp_path / "out", "--layout", "mlx" if "mlx" in form else "fp8", "--reader", "none"]
+    if form not in ("deepseek-v4", "deepseek-v4-base"):
+        message = halfbyte(*refused, expect=BAD_INPUT).stderr
+        assert "cannot be converted with the codes that they have" in message
+    else:  # in the blocks that are written
+        halfbyte(*refused)
+        (again,) = unpack.weights(st.read_directory(tmp_path / "out")[0], fp8_config([128, 128])).values()
+        assert np.array_equal(again.weights, weight.weights)
+
+
+@pytest.mark.parametrize("form", [form for form in ONLY_READ if form not in ("deepseek-v4-base", "mlx-nvfp4")])
+def test_exponents_of_nan(halfbyte, tmp_path, form):
+    """255 is NaN, as in the OCP Microscaling Formats; no tool writes it."""
+    tensors, config, _ = ONLY_READ[form]
+    tensors = with_random_values(tensors)
+    (scales,) = [tensor.data for name, tensor in tensors.items() if tensor.dtype in ("F8_E8M0", "U8")]
+    scales.reshape(-1)[1] = 0xFF
+    path = write_model(tmp_path / "in", tensors, config)
+    faults = json.loads(halfbyte("verify", path, "--json", "-", expect=4).stdout)["faults"]
+    assert [(fault["rule"], f"1 of {scales.size} scales" in fault["text"]) for fault in faults] == [("scale-nan", True)]
+    halfbyte("dequantize", path, "-o", tmp_path / "dense", "--dtype", "f32")
+    decoded = st.read_directory(tmp_path / "dense")[0][f"{P}.weight"].data
+    assert 0 < np.isnan(decoded).sum() < decoded.size
+
+
+def test_zero_scales_of_mlx(halfbyte, tmp_path):
+    """MLX has no global scale: what underflows, and groups of zeros, have a scale of 0."""
+    tensors, config, _ = ONLY_READ["mlx-nvfp4"]
+    path = write_model(tmp_path / "in", tensors, config)
+    assert inspect(halfbyte, path)["num_quantized"] == 1
+    halfbyte("verify", path)
+    message = halfbyte("repair", tmp_path / "in", "-o", tmp_path / "out", expect=2).stderr
+    assert "no weights of one product with several global scales" in message
+
+
+def test_a_model_of_deepseek(halfbyte, tmp_path):
+    """Its names, blocks of fp8 beside experts of mxfp4, and what stays dense."""
+    tensors = {"embed.weight": dense(64, 128), "layers.0.attn_norm.weight": st.from_f32(np.ones(128), "BF16")}
+
+    def add(module, codes, scales):
+        pair = {f"{P}.weight": codes, f"{P}.scale": scales}
+        values = {name.replace(P, module): tensor for name, tensor in with_random_values(pair).items()}
+        tensors.update(values)
+
+    for name, rows, cols in (("wq_a", 128, 128), ("wkv", 192, 128), ("wo_b", 128, 256)):
+        add(f"layers.0.attn.{name}", zeros("F8_E4M3", rows, cols), zeros("F8_E8M0", -(-rows // 128), cols // 128))
+    for expert in range(2):
+        for name, rows, cols in (("w1", 64, 128), ("w2", 128, 64), ("w3", 64, 128)):
+            add(f"layers.0.ffn.experts.{expert}.{name}", zeros("I8", rows, cols // 2), zeros("F8_E8M0", rows, cols // 32))
+    config = fp8_config([128, 128], scale_fmt="ue8m0") | {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+    config |= {"expert_dtype": "fp4", "dtype": "bfloat16", "n_routed_experts": 2}
+    path = write_model(tmp_path / "in", tensors, config)
+    halfbyte("verify", path)
+    document = inspect(halfbyte, path)
+    assert document["num_quantized"] == 9 and document["foreign"] == []
+    text = halfbyte("inspect", path).stdout
+    assert "not read" not in text and "128x128" in text and "mxfp4" in text
+    expected = unpack.weights(tensors, config)
+    assert len(expected) == 9
+    halfbyte("dequantize", path, "-o", tmp_path / "dense", "--dtype", "f32")
+    decoded, _ = st.read_directory(tmp_path / "dense")
+    assert set(decoded) == {*expected, "embed.weight", "layers.0.attn_norm.weight"}
+    for name, weight in expected.items():
+        assert np.array_equal(decoded[name].data, weight.weights), name
+    output = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert "quantization_config" not in output and "expert_dtype" not in output
 
 
 @pytest.mark.parametrize("form", ["fp8-e5m2", "fp8-e5m2-rows", "fp8-e5m2-modelopt"])

@@ -959,6 +959,121 @@ TEST_F(CheckpointTest, BytesOfBlockFloats) {
   EXPECT_EQ(hex_of(mxfp4, "a.weight_scale"), "7d");
 }
 
+// The forms of other tools that are only read, by hand: E4M3 has 0x38 for 1, 0x3c for 1.5, 0xc0 for -2 and
+// 0x01 for 2^-9; E2M1 has 1 for 0.5, 3 for 1.5, 7 for 6 and 9 for -0.5, the first of two in the low half of a
+// byte. Exponents are 2^(byte - 127).
+TEST_F(CheckpointTest, FloatsOfOthersByHand) {
+  const auto bytes_of = [](std::vector<int> values, size_t count, int rest) {
+    std::vector<std::byte> bytes(count, static_cast<std::byte>(rest));
+    for (size_t i = 0; i < values.size(); ++i) bytes[i] = static_cast<std::byte>(values[i]);
+    return bytes;
+  };
+  struct Form {
+    const char* what;
+    StoredValues codes, scales;
+    Layout layout;
+    QuantSpec spec;
+    std::vector<float> first;  // four values
+    float last;
+  };
+  const QuantSpec mxfp4{.format = Format::mxfp4, .group_size = 32, .scale_dtype = DType::f8_e8m0},
+      nvfp4{.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3},
+      mxfp8{.format = Format::fp8, .group_size = 32}, blocks{.format = Format::fp8, .group_size = 128};
+  const std::vector<int> e4m3 = {0x38, 0x3c, 0xc0, 0x01}, e2m1 = {0x31, 0x97};
+  const std::vector<float> f8 = {1, 1.5f, -2, 0x1p-9f}, f4 = {0.5f, 1.5f, 6, -0.5f};
+  const auto times = [](std::vector<float> values, float scale) {
+    for (float& value : values) value *= scale;
+    return values;
+  };
+  const std::vector<Form> forms = {
+      {"DeepSeek-V4, blocks",
+       {"a.weight", "F8_E4M3", {2, 64}, bytes_of(e4m3, 128, 0x38)},
+       {"a.scale", "F8_E8M0", {1, 1}, bytes_of({130}, 1, 0)},
+       Layout::fp8,
+       blocks,
+       times(f8, 8),
+       8},
+      {"DeepSeek-V4, F32",
+       {"a.weight", "F8_E4M3", {2, 64}, bytes_of(e4m3, 128, 0x38)},
+       {"a.scale", "F32", {1, 1}, to_bytes({0.75f}, DType::f32)},
+       Layout::fp8,
+       blocks,
+       times(f8, 0.75f),
+       0.75f},
+      {"DeepSeek-V4, rows",
+       {"a.weight", "F8_E4M3", {2, 64}, bytes_of(e4m3, 128, 0x38)},
+       {"a.scale", "F8_E8M0", {2, 2}, bytes_of({126, 1, 2, 254}, 4, 0)},
+       Layout::fp8,
+       mxfp8,
+       times(f8, 0.5f),
+       0x1p127f},
+      {"DeepSeek-V4, experts",
+       {"a.weight", "I8", {2, 32}, bytes_of(e2m1, 64, 0x22)},
+       {"a.scale", "F8_E8M0", {2, 2}, bytes_of({129, 1, 2, 0}, 4, 0)},
+       Layout::fp8,
+       mxfp4,
+       times(f4, 4),
+       0x1p-127f},
+      {"mxfp8-quantized",
+       {"a.weight", "F8_E4M3", {2, 64}, bytes_of(e4m3, 128, 0x38)},
+       {"a.weight_scale", "U8", {2, 2}, bytes_of({126, 1, 2, 0}, 4, 0)},
+       Layout::compressed_tensors,
+       mxfp8,
+       times(f8, 0.5f),
+       0x1p-127f},
+      {"mxfp8 of SGLang",
+       {"a.weight", "F8_E4M3", {2, 64}, bytes_of(e4m3, 128, 0x38)},
+       {"a.weight_scale_inv", "U8", {2, 2}, bytes_of({126, 1, 2, 128}, 4, 0)},
+       Layout::fp8,
+       mxfp8,
+       times(f8, 0.5f),
+       2},
+      {"mlx mxfp8",
+       {"a.weight", "U32", {2, 16}, bytes_of(e4m3, 128, 0x38)},
+       {"a.scales", "U8", {2, 2}, bytes_of({126, 1, 2, 128}, 4, 0)},
+       Layout::mlx,
+       mxfp8,
+       times(f8, 0.5f),
+       2},
+      {"mlx mxfp4",
+       {"a.weight", "U32", {2, 8}, bytes_of(e2m1, 64, 0x22)},
+       {"a.scales", "U8", {2, 2}, bytes_of({126, 1, 2, 128}, 4, 0)},
+       Layout::mlx,
+       mxfp4,
+       times(f4, 0.5f),
+       2},
+      {"mlx nvfp4",
+       {"a.weight", "U32", {2, 8}, bytes_of(e2m1, 64, 0x22)},
+       {"a.scales", "U8", {2, 4}, bytes_of({0x3c, 1, 2, 3, 4, 5, 6, 0x40}, 8, 0)},
+       Layout::mlx,
+       nvfp4,
+       times(f4, 1.5f),
+       2},
+  };
+  for (const Form& form : forms) {
+    SCOPED_TRACE(form.what);
+    write_model(path("in"), {form.codes, form.scales});
+    const Checkpoint checkpoint = Checkpoint::open(path("in"));
+    ASSERT_EQ(checkpoint.weights().size(), 1u);
+    const Weight& weight = checkpoint.weights()[0];
+    EXPECT_EQ(weight.name, "a.weight");
+    EXPECT_EQ(weight.layout, form.layout);
+    EXPECT_EQ(weight.shape, (std::vector<int64_t>{2, 64}));
+    EXPECT_EQ(weight.spec, form.spec);
+    EXPECT_EQ(weight.parts.size(), 2u);
+    const std::vector<std::byte> bytes = decode_all(checkpoint, "a.weight", DType::f32);
+    std::vector<float> values(128);
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+    EXPECT_EQ(std::vector(values.begin(), values.begin() + 4), form.first);
+    EXPECT_EQ(values.back(), form.last);
+    const QuantizedTensor loaded = load_weight(checkpoint, "a.weight");
+    std::vector<float> again(128);
+    dequantize(loaded, {again.data(), DType::f32, {2, 64}, {}, {}});
+    EXPECT_EQ(again, values);
+    EXPECT_TRUE(verify_checkpoint(path("in")).empty());
+  }
+}
+
 // Weights of one product share the global scale; blocks of a weight are as the whole.
 TEST_F(CheckpointTest, GlobalScalesAreShared) {
   std::vector<StoredValues> tensors;

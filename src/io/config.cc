@@ -228,7 +228,9 @@ MlxGrid mlx_grid(const nlohmann::json& object, const std::string& what) {
   };
   const int64_t bits = value("bits", 4);
   HALFBYTE_CHECK(bits >= 1 && bits <= 8, bad_input, "{}: \"bits\" must be within [1, 8], got {}", what, bits);
-  return {static_cast<int>(bits), value("group_size", 64)};
+  const auto mode = object.find("mode");
+  const bool named = mode != object.end() && mode->is_string();
+  return {static_cast<int>(bits), value("group_size", 64), named ? mode->get<std::string>() : ""};
 }
 
 MlxGrids mlx_grids_of(const nlohmann::json& quantization, const std::string& what) {
@@ -413,6 +415,7 @@ std::string without_quantization(const std::string& config, std::optional<DType>
   Json json = parse_config(config);
   json.erase("quantization_config");
   json.erase("quantization");
+  json.erase("expert_dtype");  // of DeepSeek-V4
   if (const auto text = json.find("text_config"); text != json.end() && text->is_object())
     text->erase("quantization_config");
   for (const char* key : {"dtype", "torch_dtype"})

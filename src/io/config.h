@@ -36,6 +36,7 @@ std::string compressed_tensors_format(Format format);
 struct MlxGrid {
   int bits = 0;
   int64_t group_size = 0;
+  std::string mode = {};  // as it is read; empty: none is named
 };
 struct MlxGrids {
   std::optional<MlxGrid> all;

@@ -40,10 +40,9 @@ int64_t rows_of(const StoredTensor& tensor) {
 }
 int64_t cols_of(const StoredTensor& tensor) { return tensor.shape.empty() ? 1 : tensor.shape.back(); }
 
-// Of mlx, which has modes of one group size.
-template <int kWordsOfGroup>
-bool has_words(const StoredTensor& codes, const StoredTensor& scales) {
-  return cols_of(scales) < INT64_MAX / kWordsOfGroup && cols_of(codes) == kWordsOfGroup * cols_of(scales);
+// Groups of 16 in codes of 4 bits.
+bool is_nvfp4_of_mlx(const StoredTensor& codes, const StoredTensor& scales) {
+  return cols_of(scales) < INT64_MAX / 2 && cols_of(codes) == 2 * cols_of(scales);
 }
 // What the layouts gptq and awq do not read. Scales are [groups, out] for both: GPTQ packs along the inputs,
 // AWQ along the outputs.
@@ -60,14 +59,14 @@ constexpr Form kForms[] = {
     {"awq", "awq", ".qweight", "I32", ".scales", "F16 BF16 F32", ".qzeros", 0, packs_outputs},
     {"mxfp4", "gpt-oss", "_blocks", "U8", "_scales", "U8", ""},
     {"mxfp4", "gpt-oss", ".blocks", "U8", ".scales", "U8", ""},
-    {"nvfp4", "mlx", ".weight", "U32", ".scales", "U8", "", 8, has_words<2>},
-    {"mxfp4", "mlx", ".weight", "U32", ".scales", "U8", "", 8, has_words<4>},
-    {"mxfp8", "mlx", ".weight", "U32", ".scales", "U8", "", 4, has_words<8>},
+    {"nvfp4", "mlx", ".weight", "U32", ".scales", "U8", ".global_scale", 8, is_nvfp4_of_mlx},
+    {kUnknown, "mlx", ".weight", "U32", ".scales", "U8", ""},
     {"bitnet", "bitnet", "", "U8", "_scale", "F16 BF16 F32", "", 4},
     {"fp8", "fp8", "", "F8_E4M3 F8_E5M2", "_scale_inv", "", "", 1},
-    {"mxfp8", "compressed-tensors", "", "F8_E4M3", "_scale", "U8", "", 1},
     {"fp8", "", "", "F8_E4M3 F8_E5M2", "_scale", "", ".input_scale .k_scale .v_scale", 1},
     {"fp8", "", ".weight", "F8_E4M3 F8_E5M2", ".scale_weight", "", ".scale_input", 1},
+    {"fp8", "fp8", ".weight", "F8_E4M3 F8_E5M2", ".scale", "", "", 1},
+    {"mxfp4", "fp8", ".weight", "I8", ".scale", "F8_E8M0", "", 2},
     {"experts4bit", "bitsandbytes", ".gate_up_proj", "U8", ".gate_up_absmax", "", "", 2},
     {"experts4bit", "bitsandbytes", ".down_proj", "U8", ".down_absmax", "", "", 2},
     {"llm.int8", "bitsandbytes", ".weight", "I8", ".SCB", "F32", ".weight_format", 1},
@@ -102,14 +101,19 @@ constexpr ConfigWord kConfigWords[] = {
     {"compressed-tensors", "int-quantized", "int8"},
     {"compressed-tensors", "nvfp4-pack-quantized", nullptr},
     {"compressed-tensors", "mxfp4-pack-quantized", nullptr},
-    {"compressed-tensors", "mxfp8-quantized", "mxfp8"},
+    {"compressed-tensors", "mxfp8-quantized", nullptr},
     {"fbgemm_fp8", "", "fp8"},
     {"mxfp4", "", nullptr},
+    {"mxfp8", "", nullptr},
     {"mlx", "", nullptr},
     {"mlx", "affine", nullptr},
+    {"mlx", "mxfp4", nullptr},
+    {"mlx", "mxfp8", nullptr},
+    {"mlx", "nvfp4", nullptr},
     {"modelopt", "", nullptr},
     {"modelopt", "FP8", nullptr},
     {"modelopt", "FP8_PB_WO", "fp8"},
+    {"modelopt", "MXFP8", nullptr},
     {"modelopt", "NVFP4", nullptr},
     {"modelopt", "MIXED_PRECISION", nullptr},  // its layers say
 };
@@ -479,6 +483,10 @@ void Finder::merge(Said& said) {
                     said.values[i].size() == 1 ? said.values[i].front() : Json(said.values[i]));
   auto found = std::ranges::find(found_, quantization.method, &ForeignQuantization::method);
   if (found != found_.end() && !found->source.empty()) return;  // another file has said it
+  const bool is_read = std::ranges::any_of(checkpoint_.quantized, [&](const StoredWeight& stored) {
+    return to_string(stored.weight.layout) == quantization.method;
+  });
+  if (found == found_.end() && is_read) return;
   // A tool with a word of its own for what is stored like another's: "auto-round" for GPTQ.
   if (found == found_.end() && said.decides && found_.size() == 1 && found_.front().source.empty()) {
     found = found_.begin();
@@ -490,10 +498,6 @@ void Finder::merge(Said& said) {
     }
   }
   if (found == found_.end()) {
-    const bool is_read = std::ranges::any_of(checkpoint_.quantized, [&](const StoredWeight& stored) {
-      return to_string(stored.weight.layout) == quantization.method;
-    });
-    if (is_read) return;
     if (said.decides && (checkpoint_.quantized.empty() || !found_.empty())) found_.push_back(quantization);
     return;
   }

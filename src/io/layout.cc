@@ -34,7 +34,7 @@ int64_t zeros_unit(const QuantizedWeight& weight) {
 int64_t zero_words(int64_t rows, int bits) { return (rows * bits + 8 * kWordBytes - 1) / (8 * kWordBytes); }
 
 int64_t stored_scale_size(const QuantizedWeight& weight) {
-  return size_of(weight.e8m0_scales ? DType::f8_e8m0 : weight.spec.scale_dtype);
+  return size_of(weight.exponents.empty() ? weight.spec.scale_dtype : DType::f8_e8m0);
 }
 // Of the scales of a row, in the native layout.
 int64_t scale_row_bytes(const QuantizedWeight& weight, const Block& block) {
@@ -425,10 +425,10 @@ void to_native(const QuantizedWeight& weight, const Block& block, Role role, con
   } else if (role == Role::zeros && packs_zeros(weight)) {
     unpack_zeros(stored, block.rows, block.shape.groups_per_row, bits_of(weight),
                  reinterpret_cast<uint8_t*>(native));
-  } else if (role == Role::scales && (weight.scale_rows > 1 || weight.e8m0_scales)) {
+  } else if (role == Role::scales && (weight.scale_rows > 1 || !weight.exponents.empty())) {
     const int64_t row_bytes = scale_row_bytes(weight, block);
     const auto num_stored = static_cast<int64_t>(stored_range(weight, block, role).num_bytes());
-    if (weight.e8m0_scales) {
+    if (!weight.exponents.empty()) {
       for (int64_t i = 0; i < num_stored; ++i)
         formats::store_scale(native, i, formats::load_scale<float>(stored, i, scale_type(DType::f8_e8m0)),
                              scale_type(DType::f32));

@@ -53,10 +53,12 @@ struct QuantizedWeight {
   QuantSpec spec;
   std::optional<Encoding> encoding = {};  // how the codes were chosen, where that is known
   float scales_offset = 0;                // double quantization
-  int64_t scale_rows = 1;    // rows of a matrix for which a scale of a group is stored once: of fp8 in blocks
-  bool e5m2_codes = false;   // fp8, read only: decode_block() decodes these, not dequantize()
-  bool e8m0_scales = false;  // fp8, read only: stored scales are F8_E8M0; those of `spec` are f32
-  float global_scale = 1;    // of formats that have one
+  int64_t scale_rows = 1;   // rows of a matrix for which a scale of a group is stored once: of fp8 in blocks
+  bool e5m2_codes = false;  // fp8, read only: decode_block() decodes these, not dequantize()
+  // fp8, read only: F8_E8M0 or U8, of stored scales that are powers of two; those of `spec` are f32.
+  std::string exponents = {};
+  bool scales_of_module = false;       // layout fp8, read only: P.scale are those of P.weight
+  float global_scale = 1;              // of formats that have one
   float global_reciprocal = 1;         // likewise: as stored, by layouts that store its reciprocal
   std::vector<float> scales_map = {};  // double quantization: 256 values; empty: double_quant_map()
   std::string codes_dtype = "U8";      // bitsandbytes can store the bytes of the codes as floats
@@ -143,7 +145,8 @@ std::span<const Granularity> granularities_of(const LayoutInfo& layout, Format f
 std::span<const int64_t> group_sizes_of(const LayoutInfo& layout, Format format);
 // QuantizedWeight::scale_rows as the layout is written.
 int64_t scale_rows_of(const LayoutInfo& layout, const QuantSpec& spec);
-inline constexpr int64_t kFp8Block = 128;  // rows and columns, as written
+inline constexpr int64_t kFp8Block = 128;   // rows and columns, as written
+inline constexpr int64_t kMxfp8Group = 32;  // of fp8, elements of a row whose scale is a power of two
 // Whether the scales of so many rows of a matrix, from its first on, are the same: then they are stored once.
 bool shares_scales(const QuantizedTensor& q, int64_t scale_rows);
 
@@ -156,13 +159,18 @@ QuantizedWeight written_weight(std::string name, std::vector<int64_t> shape, DTy
 QuantizedWeight block_float_weight(const Checkpoint::Impl& checkpoint, Format format, Layout layout,
                                    const std::string& name, const StoredTensor& codes);
 // Of fp8, by the shapes of its tensors: a scale for all, for each row, for blocks as config.json has them or
-// of 128 x 128, or for groups of a row. Nothing where they are none of these, or no F8_E4M3 and floating
-// scales.
+// of 128 x 128, or for groups of a row. Scales of U8 are those of MXFP8. Nothing where they are none of
+// these, or no F8_E4M3 or F8_E5M2 and scales.
 std::optional<QuantizedWeight> fp8_weight(const Checkpoint::Impl& checkpoint, Layout layout,
                                           const std::string& name, const StoredTensor& codes,
                                           const StoredTensor& scales);
-// Whether layout fp8 reads it: rows have no scales of their own there, but for blocks of one row.
-bool is_of_fp8_layout(const Checkpoint::Impl& checkpoint, const QuantizedWeight& weight);
+// MXFP8: fp8 whose scales are powers of two, for 32 elements of a row.
+bool is_mxfp8(const QuantizedWeight& weight);
+// Of layout fp8, the weight of such codes and scales, which are named P.weight_scale_inv, or P.scale as
+// DeepSeek-V4 has them, of mxfp4 too. Nothing where they are in no form that the layout reads: rows of fp8
+// have no scales of their own, but in blocks of one row and in MXFP8.
+std::optional<QuantizedWeight> fp8_layout_weight(const Checkpoint::Impl& checkpoint,
+                                                 const StoredTensor& codes, const StoredTensor& scales);
 // Its codes and its scales, under this name.
 Part fp8_codes(const QuantizedWeight& weight);
 Part fp8_scales(const QuantizedWeight& weight, std::string name);

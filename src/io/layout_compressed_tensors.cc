@@ -1,6 +1,6 @@
 // compressed-tensors. Its format pack-quantized: codes in words of 32 bits along the rows, zero points in
 // such words along the columns. nvfp4-pack-quantized and mxfp4-pack-quantized: codes in bytes, scales of 8
-// bits. float-quantized: codes of E4M3.
+// bits. float-quantized: codes of E4M3; mxfp8-quantized, which is only read, has scales of U8 for 32 of them.
 #include <algorithm>
 #include <array>
 #include <cstring>

@@ -95,6 +95,9 @@ class Repairer {
       return reciprocal ? value > other.value : value < other.value;
     }
   };
+  static bool has_global(const QuantizedWeight& weight) {
+    return has_global_scale(weight.spec) && weight.layout != Layout::mlx;  // which stores none
+  }
   Global global_of(const QuantizedWeight& weight) const {
     for (const Part& part : parts_of(weight))
       if (part.role == Role::constant && part.dtype == "F32")
@@ -107,7 +110,7 @@ class Repairer {
     std::map<std::string, Global> least;
     for (const StoredWeight& stored : input_.quantized) {
       const QuantizedWeight& weight = stored.weight;
-      if (!has_global_scale(weight.spec)) continue;
+      if (!has_global(weight)) continue;
       const Global own = global_of(weight);
       HALFBYTE_CHECK(own.value > 0 && formats::is_finite(own.value), bad_input, "repair: tensor \"{}\" is {}",
                      printable(own.tensor->name), own.value);
@@ -116,7 +119,7 @@ class Repairer {
     }
     for (const StoredWeight& stored : input_.quantized) {
       const QuantizedWeight& weight = stored.weight;
-      if (!has_global_scale(weight.spec)) continue;
+      if (!has_global(weight)) continue;
       const Global own = global_of(weight), shared = least.at(fused_name(weight.name));
       if (own.value == shared.value) continue;
       const StoredTensor& scales = stored.part(Role::scales);

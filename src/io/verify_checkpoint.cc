@@ -133,8 +133,10 @@ class Verifier {
       }
     for (const StoredTensor& tensor : checkpoint_->tensors) {
       if (is_fp8(tensor)) check_fp8(tensor);
+      check_mxfp4(tensor);
       if (is_of_experts(tensor, "_blocks")) check_experts(tensor);
       check_orphan(tensor, "_scale_inv", "");
+      if (tensor.dtype == "F8_E8M0") check_orphan(tensor, ".scale", kWeight);
       if (is_of_experts(tensor, "_scales")) check_orphan(tensor, "_scales", "_blocks");
       check_experts4bit(tensor);
     }
@@ -168,16 +170,20 @@ class Verifier {
 
   void check_fp8(const StoredTensor& codes) {
     const StoredTensor* inverse = checkpoint_->find(codes.name + "_scale_inv");
-    const StoredTensor* scale = inverse != nullptr ? inverse : checkpoint_->find(codes.name + "_scale");
+    const StoredTensor* of_others = checkpoint_->find(codes.name + "_scale");
+    const StoredTensor* of_module = checkpoint_->find(module_of(codes.name) + ".scale");
+    const StoredTensor* scale = inverse != nullptr ? inverse : of_others != nullptr ? of_others : of_module;
     if (scale == nullptr)
       return fault("scale-missing", codes.name, "there is no \"{}_scale_inv\" and no \"{}_scale\"",
                    codes.name, codes.name);
+    const Layout layout = scale->shape.empty() ? Layout::modelopt : Layout::fp8;
+    const auto weight = scale == of_others ? fp8_weight(*checkpoint_, layout, codes.name, codes, *scale)
+                                           : fp8_layout_weight(*checkpoint_, codes, *scale);
+    if (weight) return;
     const auto dtype = dtype_from_safetensors(scale->dtype);
     if (scale->dtype != "F8_E8M0" && (!dtype || !is_floating(*dtype) || *dtype == DType::f64))
-      return fault("scale-dtype", codes.name, "\"{}\" is {}", scale->name, scale->dtype);
-    const Layout layout = scale->shape.empty() ? Layout::modelopt : Layout::fp8;
-    const auto weight = fp8_weight(*checkpoint_, layout, codes.name, codes, *scale);
-    if (weight && (inverse == nullptr || is_of_fp8_layout(*checkpoint_, *weight))) return;
+      return fault("scale-dtype", codes.name, "\"{}\" is {} {}", scale->name, scale->dtype,
+                   shape_text(scale->shape));
     std::vector<int64_t> blocks = codes.shape;
     const auto block = checkpoint_->fp8_block.value_or(std::array{kFp8Block, kFp8Block});
     for (size_t axis = 0; axis < block.size(); ++axis) {
@@ -186,6 +192,15 @@ class Verifier {
     }
     fault("scale-shape", codes.name, "\"{}\" is {}, but blocks of codes {} have scales {}", scale->name,
           shape_text(scale->shape), shape_text(codes.shape), shape_text(blocks));
+  }
+
+  // Experts of DeepSeek-V4.
+  void check_mxfp4(const StoredTensor& codes) {
+    if (codes.dtype != "I8" || !codes.name.ends_with(kWeight)) return;
+    const StoredTensor* scale = checkpoint_->find(module_of(codes.name) + ".scale");
+    if (scale != nullptr && scale->dtype == "F8_E8M0" && !fp8_layout_weight(*checkpoint_, codes, *scale))
+      fault("scale-shape", codes.name, "\"{}\" is {}, but codes {} have a scale for each 16 bytes of a row",
+            scale->name, shape_text(scale->shape), shape_text(codes.shape));
   }
 
   // ---- Experts of gpt-oss
@@ -365,15 +380,16 @@ class Verifier {
     const QuantizedWeight& weight = stored.weight;
     if (weight.spec.double_quant) return;  // of other values
     const StoredTensor& tensor = stored.part(Role::scales);
-    const auto type = scale_type(weight.e8m0_scales ? DType::f8_e8m0 : weight.spec.scale_dtype);
+    const auto type = scale_type(weight.exponents.empty() ? weight.spec.scale_dtype : DType::f8_e8m0);
     const int64_t size = formats::scale_bytes(type);
     const bool own = info(weight.spec.format).scale_dtype.has_value(),
-               positive = own || weight.spec.format == Format::fp8;
+               positive = own || weight.spec.format == Format::fp8,
+               fills = own && weight.layout != Layout::mlx;  // which writes 0 for groups of zeros
     int64_t num_nan = 0, num_zero = 0, num_negative = 0, first = -1;
     for_each_part(tensor, [&](std::span<const std::byte> bytes, uint64_t offset) {
       for (int64_t i = 0, n = std::ssize(bytes) / size; i < n; ++i) {
         const float value = formats::load_scale<float>(bytes.data(), i, type);
-        const bool nan = !std::isfinite(value), zero = value == 0 && own,
+        const bool nan = !std::isfinite(value), zero = value == 0 && fills,
                    negative = std::signbit(value) && !nan && positive;
         num_nan += nan, num_zero += zero, num_negative += negative;
         if (first < 0 && (nan || zero || negative)) first = static_cast<int64_t>(offset) / size + i;
@@ -462,16 +478,19 @@ class Verifier {
       bits = number(quantization[weights], {"num_bits"});
     }
     for (const Weight& weight : checkpoint_->weights) {
-      if (!weight.layout || weight.layout == Layout::halfbyte) continue;
+      if (!weight.layout || weight.layout == Layout::halfbyte || weight.layout == Layout::mlx) continue;
       const FormatInfo& own = info(weight.spec.format);
       const bool fp8 = own.format == Format::fp8;
       if (!own.scale_dtype && !fp8) continue;
+      const bool mxfp8 = is_mxfp8(checkpoint_->quantized_weight(weight)->weight);
+      if (mxfp8 && (method == "mxfp8" || method == "modelopt")) continue;  // of SGLang and ModelOpt
+      const std::string own_format = mxfp8 ? "mxfp8-quantized" : compressed_tensors_format(own.format);
       if (method != quant_method(*weight.layout) ||
-          (weight.layout == Layout::compressed_tensors && format != compressed_tensors_format(own.format)))
+          (weight.layout == Layout::compressed_tensors && format != own_format))
         return fault("config-format", "config.json", "it says {} {}, but \"{}\" is {} of {}", method, format,
                      weight.name, own.name, to_string(*weight.layout));
       if (const auto block = quantization.find("weight_block_size");
-          fp8 && block != quantization.end() && weight.spec.granularity == Granularity::group &&
+          fp8 && block != quantization.end() && weight.scale_rows > 1 &&
           *block != Json::array({weight.scale_rows, weight.spec.group_size}))
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has blocks of {} x {}",
                      block->dump(), weight.name, weight.scale_rows, weight.spec.group_size);

@@ -15,6 +15,8 @@ from . import words
 from .encode import BLOCK_FLOATS, E4M3, E4M3_VALUES, FILE_DTYPE, FP8_BLOCK, bits_of, block_rows
 from .tables import BY_NAME, DOUBLE_QUANT_BLOCK, DOUBLE_QUANT_MAP
 
+MXFP8_GROUP = 32
+
 
 @dataclass
 class Unpacked:
@@ -128,20 +130,30 @@ def modelopt(tensors, name):
     return block_float("nvfp4", tensors[name].data, tensors[keys[1]].data, global_scale, keys=keys)
 
 
+def deepseek_experts(tensors, name):
+    """mxfp4 beside fp8: `name` is P.weight, two codes in a byte of I8, and its scales are P.scale."""
+    keys = [name, name.removesuffix(".weight") + ".scale"]
+    codes, scales = (tensors[key] for key in keys)
+    assert (codes.dtype, scales.dtype) == ("I8", "F8_E8M0")
+    return block_float("mxfp4", codes.data.view(np.uint8), scales.data, keys=keys)
+
+
 def fp8(tensors, name, config):
     """`name` is P.weight: codes of E4M3, a scale for the tensor, a row, or blocks. Scales of E8M0 are powers of two."""
     entry, block = config["quantization_config"], [FP8_BLOCK, FP8_BLOCK]
-    if entry["quant_method"] == "fp8":
+    if entry["quant_method"] in ("fp8", "mxfp8"):
         assert entry["fmt"] in ("e4m3", "e5m2")
         block = entry["weight_block_size"]
-        keys, strategy = [name, f"{name}_scale_inv"], "block" if block else "tensor"
+        of_module = name.removesuffix(".weight") + ".scale"  # DeepSeek-V4
+        keys, strategy = [name, of_module if of_module in tensors else f"{name}_scale_inv"], "block" if block else "tensor"
     elif entry["quant_method"] == "modelopt":
-        assert entry["quant_algo"] == "FP8"
-        keys, strategy = [name, f"{name}_scale"], "tensor"
+        assert entry["quant_algo"] in ("FP8", "MXFP8")
+        keys, strategy = [name, f"{name}_scale"], "tensor" if entry["quant_algo"] == "FP8" else "group"
     else:
         args = entry["config_groups"]["group_0"]["weights"]
-        assert entry["format"] == "float-quantized" and (args["num_bits"], args["type"]) == (8, "float")
+        assert (args["num_bits"], args["type"]) == (8, "float")
         keys, strategy = [name, f"{name}_scale"], args["strategy"]
+        assert entry["format"] == ("mxfp8-quantized" if strategy == "group" else "float-quantized")
         block = args.get("block_structure", block)
     codes, scale = tensors[name], tensors[keys[1]]
     assert codes.dtype in ("F8_E4M3", "F8_E5M2")
@@ -149,9 +161,11 @@ def fp8(tensors, name, config):
     if codes.dtype == "F8_E5M2":  # the upper half of f16
         table = (np.arange(256, dtype="<u2") << 8).view("<f2").astype(np.float32)
     shape = list(codes.data.shape)
-    if scale.dtype == "F8_E8M0":
+    if scale.dtype in ("F8_E8M0", "U8"):
         assert np.all(scale.data < 0xFF)
         scales = np.ldexp(np.float32(1), scale.data.astype(np.int32) - 127)
+        if scale.data.shape == (*shape[:-1], shape[-1] // MXFP8_GROUP):  # of rows, whatever the blocks of the others
+            strategy = "group"
     else:
         scales = st.to_f32(scale)
     spec = {"format": "fp8", "granularity": strategy, "group_size": None, "shape": shape}
@@ -159,6 +173,9 @@ def fp8(tensors, name, config):
         assert scales.shape[-2:] == (-(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
         scales = block_rows(scales, shape[-2], block[0])
         spec |= {"granularity": "group", "group_size": block[1]}
+    elif strategy == "group":
+        assert scale.dtype in ("F8_E8M0", "U8") and scales.shape == (*shape[:-1], shape[-1] // MXFP8_GROUP)
+        spec |= {"group_size": MXFP8_GROUP}
     else:
         of_tensor = (1,) if entry["quant_method"] == "compressed-tensors" else ()
         assert scales.shape == (of_tensor if strategy == "tensor" else (*shape[:-1], 1))
@@ -260,8 +277,9 @@ def mlx(tensors, name, config):
     module = name.removesuffix(".weight")
     quantization = config["quantization"]
     args = quantization.get(module, quantization)
-    assert args.get("mode", "affine") == "affine"
     packed = tensors[name].data
+    if (mode := args.get("mode", "affine")) != "affine":
+        return mlx_floats(mode, packed, tensors[f"{module}.scales"], args, [name, f"{module}.scales"])
     cols = packed.shape[-1] * 32 // args["bits"]
     codes = bit_stream(packed, args["bits"], cols)
     scales, biases = tensors[f"{module}.scales"], tensors[f"{module}.biases"]
@@ -280,6 +298,18 @@ def mlx(tensors, name, config):
         dtype=scales.dtype,
         keys=[name, f"{module}.scales", f"{module}.biases"],
     )
+
+
+def mlx_floats(mode, packed, scales, args, keys):
+    """The modes without biases: a byte for the scale of a group."""
+    assert scales.dtype == "U8" and (args["bits"], args["group_size"]) == {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
+    codes = np.ascontiguousarray(packed).view(np.uint8)  # little-endian words
+    if mode != "mxfp8":
+        return block_float(mode, codes, scales.data, 1, keys=keys)
+    assert np.all(scales.data < 0xFF)
+    powers = np.ldexp(np.float32(1), scales.data.astype(np.int32) - 127)
+    spec = {"format": "fp8", "granularity": "group", "group_size": MXFP8_GROUP, "shape": list(codes.shape)}
+    return _decode(spec, codes, powers, table=E4M3_VALUES, keys=keys)
 
 
 def gptq(tensors, name, config):
@@ -418,9 +448,12 @@ def weights(tensors, config):
         elif method == "modelopt" and key.endswith("_scale_2"):
             name = key.removesuffix("_scale_2")
             found[name] = modelopt(tensors, name)
-        elif method == "fp8" and key.endswith("_scale_inv"):
+        elif method in ("fp8", "mxfp8") and key.endswith("_scale_inv"):
             name = key.removesuffix("_scale_inv")
             found[name] = fp8(tensors, name, config)
+        elif method == "fp8" and key.endswith(".scale"):
+            name = key.removesuffix(".scale") + ".weight"
+            found[name] = deepseek_experts(tensors, name) if tensors[name].dtype == "I8" else fp8(tensors, name, config)
         elif method in ("compressed-tensors", "modelopt") and f"{key}_scale" in tensors and tensors[key].dtype in ("F8_E4M3", "F8_E5M2"):
             found[key] = fp8(tensors, key, config)
         elif method == "mxfp4" and key.endswith("_blocks"):
