@@ -267,8 +267,9 @@ class Mlx:
         for name in self.quantized(model):
             path = name.removesuffix(".weight")
             module = dict(model.named_modules())[path]
-            found[name] = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits, mode=module.mode)
-            del found[f"{path}.scales"], found[f"{path}.biases"]
+            found[name] = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits, mode=module.mode, dtype=mx.float32)
+            del found[f"{path}.scales"]
+            found.pop(f"{path}.biases", None)  # modes of floats have none
         return found
 
     def quantized(self, model):

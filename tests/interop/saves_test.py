@@ -51,6 +51,7 @@ def test_bitsandbytes(name, form, double, dense, compare, tmp_path):
     compare(BITSANDBYTES, BITSANDBYTES.load(tmp_path / "saved"), tmp_path / "saved")
 
 
+EXPONENTS = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 SCALES_E4M3 = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 SCHEMES = {  # targets: arguments of the weights
     "W4A16": {"Linear": {"num_bits": 4, "strategy": "group", "group_size": 64}},
@@ -64,6 +65,8 @@ SCHEMES = {  # targets: arguments of the weights
     "FP8 tensor": {"Linear": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
     "FP8 block": {"Linear": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}},
     "NVFP4": {"Linear": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, **SCALES_E4M3}},
+    "MXFP4": {"Linear": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, **EXPONENTS}},
+    "MXFP8": {"Linear": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, **EXPONENTS}},
     "mixed": {
         r"re:.*down_proj$": {"num_bits": 8, "strategy": "channel"},
         "Linear": {"num_bits": 4, "strategy": "group", "group_size": 64},
@@ -77,7 +80,7 @@ def test_compressed_tensors(name, scheme, dense, compare, tmp_path):
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-    if (name, scheme) == ("Qwen3ForCausalLM", "NVFP4"):
+    if name == "Qwen3ForCausalLM" and scheme in ("NVFP4", "MXFP4", "MXFP8"):
         pytest.skip("compressed-tensors makes it bf16 in a model of f16, and then cannot compute with it")
     model = zoo.model(name).cls.from_pretrained(dense)
     groups = {
@@ -114,15 +117,20 @@ def observe(module):
         module.weight_zero_point.data.copy_(zero_point.reshape(module.weight_zero_point.shape))
 
 
-@pytest.mark.parametrize("recipe", ["affine4", "mixed_4_6", "mixed_3_4"])
+MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # groups and bits
+
+
+@pytest.mark.parametrize("recipe", ["affine4", "mixed_4_6", "mixed_3_4", *MODES])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM"])
 def test_mlx(name, recipe, dense, compare, tmp_path):
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import quantize_model, save_config, save_model
 
     model = MLX.load_dense(dense)
-    predicate = None if recipe == "affine4" else mixed_quant_predicate_builder(recipe, model)
-    model, config = quantize_model(model, json.loads((dense / "config.json").read_text()), 64, 4, quant_predicate=predicate)
+    predicate = mixed_quant_predicate_builder(recipe, model) if recipe.startswith("mixed") else None
+    mode, (group_size, bits) = recipe if recipe in MODES else "affine", MODES.get(recipe, (64, 4))
+    dense_config = json.loads((dense / "config.json").read_text())
+    model, config = quantize_model(model, dense_config, group_size, bits, mode=mode, quant_predicate=predicate)
     save_model(tmp_path / "saved", model)
     save_config(config, tmp_path / "saved" / "config.json")
     compare(MLX, MLX.load(tmp_path / "saved"), tmp_path / "saved")
