@@ -1,16 +1,19 @@
 // SIMD kernels of `quantize`.
 //
 // Per group: range in the integer domain of the bits (one pass, non-finite values show up as the range),
-// parameters by formats::group_params, then codes:
+// parameters by formats::group_params, or of as many plain groups as a vector has lanes at once
+// (group_batch-inl.h), then codes:
 //   integer, affine  the correctly rounded quotient by reciprocal and an exact residual correction
 //                    (Markstein): a multiple of the rate of a division, valid away from under- and overflow
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
-//                    four compares walk the sorted T. fp4_e2m1: the quotient, rounded as a float
+//                    four compares walk the sorted T, or one does with that of the bin that x lies in.
+//                    fp4_e2m1: the quotient, rounded as a float
 //   floating         the quotient, rounded in the integer domain of its bits
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
 #define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -27,6 +30,7 @@
 //
 #include "cpu/simd-inl.h"
 #include "hwy/cache_control.h"
+#include "ops/quantize/group_batch-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
@@ -70,6 +74,12 @@ HWY_INLINE BitsRange<Type> bits_range(const typename Type::Memory* x, int64_t n)
     high = hn::Max(high, v);
   }
   if (i > 0) {
+    if (i < n) {  // the last N once more
+      const auto v = sortable(d, hn::LoadU(d, bits + n - N));
+      low = hn::Min(low, v);
+      high = hn::Max(high, v);
+      i = n;
+    }
     low = hn::MinOfLanes(d, low);
     high = hn::MaxOfLanes(d, high);
   }
@@ -80,6 +90,26 @@ HWY_INLINE BitsRange<Type> bits_range(const typename Type::Memory* x, int64_t n)
     range.max = std::max(range.max, v);
   }
   return range;
+}
+
+// The bits of the largest magnitude of n elements, likewise.
+template <class Type>
+HWY_INLINE typename Type::Bits largest_magnitude(const typename Type::Memory* x, int64_t n) {
+  using Bits = typename Type::Bits;
+  const hn::ScalableTag<Bits> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto* bits = reinterpret_cast<const Bits*>(x);
+  const auto magnitude = hn::Set(d, std::numeric_limits<Bits>::max());
+  auto largest = hn::Zero(d);
+  int64_t i = 0;
+  for (; i + N <= n; i += N) largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + i), magnitude));
+  if (i > 0 && i < n) {
+    largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + n - N), magnitude));
+    i = n;
+  }
+  Bits result = hn::GetLane(hn::MaxOfLanes(d, largest));
+  for (; i < n; ++i) result = std::max(result, static_cast<Bits>(bits[i] & std::numeric_limits<Bits>::max()));
+  return result;
 }
 
 // The bits of infinity, and a scalar value of bits.
@@ -137,9 +167,50 @@ struct TableBounds {
     }
     middle[15] = std::numeric_limits<double>::infinity();
     nudge[15] = 0;
+#if HALFBYTE_AVX512
+    find_bins(book);
+#endif
   }
 
 #if HALFBYTE_AVX512
+  // 32 bins of x / scale, each with one edge at most: its threshold and those of all bins below tell the
+  // rank. No bin ends so near an edge that a product by the reciprocal could mistake one for the other. Where
+  // edges lie closer about zero, but alike on both sides of it, bins are of |x| / scale: the rank of a
+  // negative x is 15 - that of -x.
+  bool has_bins = false, of_magnitudes = false;
+  float bins_of_one = 0, bin_of_zero = 0;
+  alignas(64) int32_t edge_of_bin[32];  // 15: none
+  alignas(64) int32_t rank_of_bin[32];  // edges below
+
+  void find_bins(const formats::CodeBook& book) {
+    bool alike = middle[7] < 0 && middle[7] > -0x1p-140;
+    for (int i = 0; i < 7; ++i) alike = alike && middle[6 - i] == -middle[8 + i];
+    struct Bins {
+      bool of_magnitudes;
+      float zero, most;
+    };
+    for (const Bins& each : {Bins{false, 16, 15.4f}, Bins{true, 0, 31}})
+      for (float bins = each.most; bins >= each.most / 2 && !has_bins; bins -= 0.1f) {
+        of_magnitudes = each.of_magnitudes;
+        bin_of_zero = each.zero;
+        bins_of_one = bins / book.max_magnitude;
+        has_bins = !of_magnitudes || alike;
+        std::ranges::fill(edge_of_bin, 15);
+        std::ranges::fill(rank_of_bin, of_magnitudes ? 8 : 0);
+        for (int edge = of_magnitudes ? 8 : 0; edge < 15; ++edge) {
+          const double place =
+              middle[edge] * static_cast<double>(bins_of_one) + static_cast<double>(each.zero);
+          const auto bin = static_cast<int>(std::lround(place));
+          if (bin < 0 || bin > 31 || std::abs(place - bin) > 0.499 || edge_of_bin[bin] != 15) {
+            has_bins = false;
+            break;
+          }
+          edge_of_bin[bin] = edge;
+          std::fill(rank_of_bin + bin + 1, rank_of_bin + 32, edge + 1);
+        }
+      }
+  }
+
   HWY_INLINE __m512 thresholds(float scale) const {
     const __m512d s = _mm512_set1_pd(static_cast<double>(scale));
     const auto half = [&](int i) HWY_ATTR {
@@ -174,22 +245,78 @@ struct TableBounds {
 #endif
 };
 
+#if HALFBYTE_AVX512
+// Ranks of n elements (rounded up to whole vectors), one a byte, by bins. The quotients are within all of
+// them, but for x beyond the largest value, which are in the last.
+template <bool kOfMagnitudes, class Type>
+HWY_INLINE void ranks_by_bins(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
+                              const TableBounds& bounds, float scale, float reciprocal,
+                              uint8_t* HWY_RESTRICT ranks) {
+  const hn::ScalableTag<float> d;
+  const __m512 t = bounds.thresholds(scale);
+  const auto* const edges = bounds.edge_of_bin;
+  const auto* const ranks_below = bounds.rank_of_bin;
+  const __m512 t0 = _mm512_permutexvar_ps(_mm512_load_si512(edges), t),
+               t1 = _mm512_permutexvar_ps(_mm512_load_si512(edges + 16), t);
+  const __m512 below_zero = _mm512_permutexvar_ps(_mm512_set1_epi32(7), t);
+  const __m512i r0 = _mm512_load_si512(ranks_below), r1 = _mm512_load_si512(ranks_below + 16);
+  const __m512 bins = _mm512_set1_ps(bounds.bins_of_one * reciprocal),
+               zero = _mm512_set1_ps(bounds.bin_of_zero);
+  const __m512 least = _mm512_setzero_ps(), most = _mm512_set1_ps(31);
+  const __m512 to_integer = _mm512_set1_ps(0x1.8p23f);  // the last bits of a sum with it
+  const __m512i one = _mm512_set1_epi32(1), fifteen = _mm512_set1_epi32(15);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 v = Type::load(d, x + i).raw;
+    const __m512 own = kOfMagnitudes ? _mm512_abs_ps(v) : v;
+    const __m512 place = _mm512_min_ps(_mm512_max_ps(_mm512_fmadd_ps(own, bins, zero), least), most);
+    const __m512i bin = _mm512_castps_si512(_mm512_add_ps(place, to_integer));
+    const __mmask16 above = _mm512_cmp_ps_mask(own, _mm512_permutex2var_ps(t0, bin, t1), _CMP_GT_OQ);
+    __m512i rank = _mm512_permutex2var_epi32(r0, bin, r1);
+    rank = _mm512_mask_add_epi32(rank, above, rank, one);
+    if (kOfMagnitudes) {
+      const __mmask16 negative = _mm512_cmp_ps_mask(v, below_zero, _CMP_LE_OQ);
+      rank = _mm512_mask_sub_epi32(rank, negative, fifteen, rank);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(ranks + i), _mm512_cvtepi32_epi8(rank));
+  }
+}
+#endif
+
 // Ranks of n elements (rounded up to whole vectors), one a byte.
 template <class Type>
-HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
-                            const float* HWY_RESTRICT thresholds, uint8_t* HWY_RESTRICT ranks) {
+HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t n, const TableBounds& bounds,
+                            float scale, float reciprocal, uint8_t* HWY_RESTRICT ranks) {
+#if HALFBYTE_AVX512
+  if (bounds.has_bins && scale > 0x1p-90f && scale < 0x1p90f)
+    return bounds.of_magnitudes ? ranks_by_bins<true, Type>(x, n, bounds, scale, reciprocal, ranks)
+                                : ranks_by_bins<false, Type>(x, n, bounds, scale, reciprocal, ranks);
+#endif
+  (void)reciprocal;
+  HWY_ALIGN float thresholds[16];
+  bounds.thresholds(scale, thresholds);
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
   const hn::Rebind<uint8_t, decltype(d)> d8;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
 #if HWY_MAX_BYTES >= 32
   // Level k of the search tree as a table of 2^k thresholds, looked up by the path so far.
+#if HALFBYTE_AVX512
+  const auto t = hn::Load(d, thresholds);
+  const auto level = [&](int first, int step) HWY_ATTR {  // not through memory, which waits for its stores
+    return hn::TableLookupLanes(
+        t, hn::IndicesFromVec(
+               d, hn::And(hn::Add(hn::Set(di, first), hn::Mul(hn::Iota(di, 0), hn::Set(di, step))),
+                          hn::Set(di, 15))));
+  };
+  const auto t0 = hn::Set(d, thresholds[7]), t1 = level(3, 8), t2 = level(1, 4), t3 = level(0, 2);
+#else
   HWY_ALIGN float level1[16] = {}, level2[16] = {}, level3[16] = {};
   for (int i = 0; i < 2; ++i) level1[i] = thresholds[3 + 8 * i];
   for (int i = 0; i < 4; ++i) level2[i] = thresholds[1 + 4 * i];
   for (int i = 0; i < 8; ++i) level3[i] = thresholds[2 * i];
   const auto t0 = hn::Set(d, thresholds[7]);
   const auto t1 = hn::Load(d, level1), t2 = hn::Load(d, level2), t3 = hn::Load(d, level3);
+#endif
   const auto step = [&](hn::Vec<decltype(di)> path, hn::Vec<decltype(d)> v,
                         hn::Vec<decltype(d)> threshold) HWY_ATTR {
     return hn::Sub(hn::Add(path, path), hn::VecFromMask(di, hn::RebindMask(di, hn::Gt(v, threshold))));
@@ -218,11 +345,11 @@ HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t
 // their time.
 template <class Type>
 HWY_INLINE void e2m1_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n, float scale,
-                           uint8_t* HWY_RESTRICT codes) {
+                           float reciprocal, uint8_t* HWY_RESTRICT codes) {
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
   const hn::Rebind<uint8_t, decltype(d)> d8;
-  const auto s = hn::Set(d, scale), r = hn::Set(d, 1.0f / scale), most = hn::Set(d, 6.0f);
+  const auto s = hn::Set(d, scale), r = hn::Set(d, reciprocal), most = hn::Set(d, 6.0f);
   const auto one = hn::Set(di, 0x3F800000);
   for (int64_t i = 0, N = static_cast<int64_t>(hn::Lanes(d)); i < n; i += N) {
     const auto v = Type::load(d, x + i);
@@ -243,11 +370,12 @@ HWY_INLINE void e2m1_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t 
 // Whether that gives the codes of the quotients: their corrections are exact near every edge, and none but 0
 // is so small that it rounds to 0, whose code has no sign.
 template <class Type>
+constexpr float kMostE2m1Scale = std::is_same_v<Type, F32>    ? 0x1p0f
+                                 : std::is_same_v<Type, BF16> ? 0x1p16f
+                                                              : 0x1p100f;
+template <class Type>
 bool has_exact_e2m1(float scale, double absmax) {
-  constexpr float kMost = std::is_same_v<Type, F32>    ? 0x1p0f
-                          : std::is_same_v<Type, BF16> ? 0x1p16f
-                                                       : 0x1p100f;
-  return scale > 0x1p-90f && scale <= kMost && absmax < static_cast<double>(scale) * 0x1p20;
+  return scale > 0x1p-90f && scale <= kMostE2m1Scale<Type> && absmax < static_cast<double>(scale) * 0x1p20;
 }
 
 // f64: the division itself.
@@ -273,8 +401,8 @@ HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double 
 // clamp(rne((x - bias) / scale), low, high) - low, one a byte; n rounded up to whole vectors.
 template <class Type>
 HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
-                             typename Type::Compute scale, typename Type::Compute bias, int low, int high,
-                             uint8_t* HWY_RESTRICT codes) {
+                             typename Type::Compute scale, typename Type::Compute reciprocal,
+                             typename Type::Compute bias, int low, int high, uint8_t* HWY_RESTRICT codes) {
   using F = typename Type::Compute;
   const hn::ScalableTag<F> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
@@ -283,7 +411,7 @@ HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_
   if constexpr (sizeof(F) == 4) {
     const hn::RebindToSigned<decltype(d)> di;
     const hn::Rebind<uint8_t, decltype(d)> d8;
-    const auto r = hn::Set(d, 1.0f / scale);
+    const auto r = hn::Set(d, reciprocal);
     const auto offset = hn::Set(di, low);
     for (int64_t i = 0; i < n; i += N) {
       const auto v = hn::Sub(Type::load(d, x + i), b);
@@ -352,6 +480,18 @@ bool in_fast_range(const formats::GroupParams<F>& params, double absmax, formats
 
 // ---- Packing ----------------------------------------------------------------------------------
 
+#if HALFBYTE_VBMI
+// Of eight words with eight codes each: where their bytes are.
+struct BytesOfEights {
+  alignas(64) uint8_t at[7][64] = {};
+  constexpr BytesOfEights() {
+    for (int bits = 1; bits < 7; ++bits)
+      for (int i = 0; i < 8 * bits; ++i) at[bits][i] = static_cast<uint8_t>(i / bits * 8 + i % bits);
+  }
+};
+constexpr BytesOfEights kBytesOfEights;
+#endif
+
 // n codes, one a byte, to the bit stream at `out`; n a multiple of 8.
 HWY_INLINE void pack(const uint8_t* HWY_RESTRICT codes, int64_t n, int bits, uint8_t* HWY_RESTRICT out) {
   if (bits == 8) {
@@ -359,6 +499,23 @@ HWY_INLINE void pack(const uint8_t* HWY_RESTRICT codes, int64_t n, int bits, uin
     return;
   }
   int64_t i = 0;
+#if HALFBYTE_VBMI
+  if (bits != 4) {
+    // Two, four, eight codes beside each other; then the bytes of all eights.
+    const __m512i pairs = _mm512_set1_epi16(static_cast<int16_t>(1 | 256 << bits)),
+                  fours = _mm512_set1_epi32(1 | 1 << (16 + 2 * bits));
+    const __m512i order = _mm512_load_si512(kBytesOfEights.at[bits]);
+    const __mmask64 written = ~uint64_t{0} >> (64 - 8 * bits);
+    for (; i + 64 <= n; i += 64) {
+      const __m512i two = _mm512_maddubs_epi16(pairs, _mm512_loadu_si512(codes + i));
+      const __m512i four = _mm512_madd_epi16(two, fours);
+      const __m512i low = _mm512_maskz_mov_epi32(0x5555, four);
+      const __m512i high = _mm512_sllv_epi64(_mm512_srli_epi64(four, 32), _mm512_set1_epi64(4 * bits));
+      _mm512_mask_storeu_epi8(out + i / 8 * bits, written,
+                              _mm512_permutexvar_epi8(order, _mm512_or_si512(low, high)));
+    }
+  }
+#endif
   if (bits == 4) {
     const hn::ScalableTag<uint16_t> d16;
     const hn::Rebind<uint8_t, decltype(d16)> d8;
@@ -529,6 +686,21 @@ HWY_INLINE void lookup_group(const Bf16Lookup& lookup, const uint16_t* HWY_RESTR
 
 #endif  // HALFBYTE_VBMI
 
+// What is made once for a table format and f32 arithmetic.
+struct Prepared {
+  TableBounds bounds;
+#if HALFBYTE_VBMI
+  std::optional<Bf16Lookup> lookup;  // usable
+#endif
+
+  Prepared(const formats::Codec& codec, bool by_lookup) : bounds(codec.book) {
+    (void)by_lookup;
+#if HALFBYTE_VBMI
+    if (by_lookup && !lookup.emplace(codec).usable) lookup.reset();
+#endif
+  }
+};
+
 // ---- Spans ------------------------------------------------------------------------------------
 
 template <class Type>
@@ -553,9 +725,10 @@ class SpanQuantizer {
       const int64_t group = span_.row * shape.groups_per_row + begin / shape.group_size;
 #if HALFBYTE_VBMI
       if constexpr (std::is_same_v<Type, BF16>) {
-        const auto* lookup = static_cast<const Bf16Lookup*>(problem_.prepared);
-        if (lookup != nullptr && !problem_.search && !span_.params && num_codes_ % 8 == 0) {
+        const Prepared* const prepared = prepared_of_tables();
+        if (prepared != nullptr && prepared->lookup && !span_.params && num_codes_ % 8 == 0) {
           flush();
+          const Bf16Lookup* const lookup = &*prepared->lookup;
           const int64_t end = lookup->signed_zero ? lookup_groups<true>(begin, *lookup)
                                                   : lookup_groups<false>(begin, *lookup);
           if (end > begin) {
@@ -565,6 +738,12 @@ class SpanQuantizer {
         }
       }
 #endif
+      if constexpr (sizeof(F) == 4) {
+        if (const int64_t end = encode_batch(begin); end > begin) {
+          begin = end;
+          continue;
+        }
+      }
       const BitsRange<Type> range = bits_range<Type>(x_ + begin, n);
       const bool finite = is_finite(range);
       const int64_t first = span_.row * shape.cols + begin;
@@ -628,6 +807,52 @@ class SpanQuantizer {
   }
 #endif
 
+  // Groups whose parameters are found together, if they are plain; returns the column after them.
+  int64_t encode_batch(int64_t begin) {
+    const int64_t n = problem_.shape.group_size, count = GroupBatch::size(), end = begin + count * n;
+    if (problem_.search || span_.params || end > span_.end || begin < batched_) return begin;
+    batched_ = end;  // or they are for the groups one by one
+    GroupBatch batch;
+    // Of rules that know no more than it, one range for both signs.
+    const bool by_magnitude = !codec_.asymmetric && (codec_.rule == formats::Rule::absmax ||
+                                                     codec_.rule == formats::Rule::half_range);
+    HWY_ALIGN Memory low[HWY_MAX_BYTES / sizeof(float)], high[HWY_MAX_BYTES / sizeof(float)];
+    const auto memory = [](typename Type::Bits bits) { return formats::bit_cast<Memory>(bits); };
+    for (int64_t i = 0; i < count; ++i) {
+      if (by_magnitude) {
+        high[i] = memory(largest_magnitude<Type>(x_ + begin + i * n, n));
+      } else {
+        const BitsRange<Type> range = bits_range<Type>(x_ + begin + i * n, n);
+        low[i] = memory(sortable(range.min));
+        high[i] = memory(sortable(range.max));
+      }
+    }
+    const hn::ScalableTag<float> d;
+    const auto most = Type::load(d, high);
+    hn::Store(by_magnitude ? hn::Neg(most) : Type::load(d, low), d, batch.min);
+    hn::Store(most, d, batch.max);
+    const int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
+    if (!batch.find(problem_, group, is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f)) return begin;
+    by_rounding_ = is_e2m1_;
+    if (n % count == 0 && count * n <= kCodes) {  // a vector has as many lanes as a batch has groups
+      if (num_codes_ + count * n > kCodes + 8) flush();
+      uint8_t* const codes = codes_ + num_codes_;
+      encode_groups(x_ + begin, n, batch, codes);
+      if (codec_.kind == formats::Kind::table && !by_rounding_) codes_of_ranks(codes, count * n);
+      num_codes_ += count * n;
+      return end;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      formats::GroupParams<F> params;
+      params.code_scale = batch.code_scale[i];
+      params.code_bias = batch.code_bias[i];
+      params.zero_point = batch.zero_point[i];
+      for (int64_t from = begin + i * n, to = from + n; from < to; from += kCodes)
+        encode(from, std::min(kCodes, to - from), params, true);
+    }
+    return end;
+  }
+
   void finish_group(int64_t group, const formats::GroupParams<F>& params) {
     count(status_, params);
     store_params(problem_, group, params);
@@ -665,30 +890,66 @@ class SpanQuantizer {
 
   HWY_INLINE void encode_vectors(const Memory* x, int64_t n, const formats::GroupParams<F>& params,
                                  uint8_t* codes) {
+    const F scale = params.code_scale, reciprocal = 1 / scale;
     switch (codec_.kind) {
       case formats::Kind::table:
-        if constexpr (sizeof(F) == 8) {
-          table_ranks_f64(x, n, params.code_scale, codec_.book, codes);
-        } else if (by_rounding_) {
-          e2m1_codes<Type>(x, n, params.code_scale, codes);
-        } else {
-          HWY_ALIGN float thresholds[16];
-          if (!bounds_) bounds_.emplace(codec_.book);
-          bounds_->thresholds(params.code_scale, thresholds);
-          table_ranks<Type>(x, n, thresholds, codes);
-        }
-        break;
+        if constexpr (sizeof(F) == 8)
+          return table_ranks_f64(x, n, scale, codec_.book, codes);
+        else if (by_rounding_)
+          return e2m1_codes<Type>(x, n, scale, reciprocal, codes);
+        else
+          return table_ranks<Type>(x, n, bounds(), scale, reciprocal, codes);
       case formats::Kind::integer:
-        scaled_codes<Type>(x, n, params.code_scale, 0, codec_.q_min - params.zero_point,
-                           codec_.q_max - params.zero_point, codes);
-        break;
+        return scaled_codes<Type>(x, n, scale, reciprocal, 0, codec_.q_min - params.zero_point,
+                                  codec_.q_max - params.zero_point, codes);
       case formats::Kind::affine:
-        scaled_codes<Type>(x, n, params.code_scale, params.code_bias, 0, codec_.levels(), codes);
-        break;
+        return scaled_codes<Type>(x, n, scale, reciprocal, params.code_bias, 0, codec_.levels(), codes);
       case formats::Kind::floating:
-        floating_codes<Type>(x, n, params.code_scale, codes);
-        break;
+        return floating_codes<Type>(x, n, scale, codes);
     }
+  }
+
+  // The same of all groups of a batch, each of whole vectors: what all have in common is made once.
+  HWY_INLINE void encode_groups(const Memory* x, int64_t n, const GroupBatch& batch, uint8_t* codes) {
+    const auto each = [&](const auto& body) HWY_ATTR {
+      for (int64_t i = 0; i < GroupBatch::size(); ++i)
+        body(x + i * n, batch.code_scale[i], batch.reciprocal[i], i, codes + i * n);
+    };
+    using Codes = uint8_t*;
+    switch (codec_.kind) {
+      case formats::Kind::table:
+        if (is_e2m1_)
+          return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to)
+                          HWY_ATTR { e2m1_codes<Type>(own, n, scale, reciprocal, to); });
+        return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to)
+                        HWY_ATTR { table_ranks<Type>(own, n, bounds(), scale, reciprocal, to); });
+      case formats::Kind::integer:
+        if (!codec_.asymmetric)
+          return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to) HWY_ATTR {
+            scaled_codes<Type>(own, n, scale, reciprocal, 0, codec_.q_min, codec_.q_max, to);
+          });
+        return each([&](const Memory* own, float scale, float reciprocal, int64_t i, Codes to) HWY_ATTR {
+          const int zero = batch.zero_point[i];
+          scaled_codes<Type>(own, n, scale, reciprocal, 0, codec_.q_min - zero, codec_.q_max - zero, to);
+        });
+      case formats::Kind::affine:
+        return each([&](const Memory* own, float scale, float reciprocal, int64_t i, Codes to) HWY_ATTR {
+          scaled_codes<Type>(own, n, scale, reciprocal, batch.code_bias[i], 0, codec_.levels(), to);
+        });
+      case formats::Kind::floating:
+        return each([&](const Memory* own, float scale, float, int64_t, Codes to)
+                        HWY_ATTR { floating_codes<Type>(own, n, scale, to); });
+    }
+  }
+
+  // Null for other formats, and where scales are searched, which prepares for that.
+  const Prepared* prepared_of_tables() const {
+    return problem_.search ? nullptr : static_cast<const Prepared*>(problem_.prepared);
+  }
+  const TableBounds& bounds() {
+    if (const Prepared* const prepared = prepared_of_tables()) return prepared->bounds;
+    if (!bounds_) bounds_.emplace(codec_.book);
+    return *bounds_;
   }
 
   // Packs the whole eights and keeps the rest.
@@ -716,9 +977,10 @@ class SpanQuantizer {
   const QuantizeSpan span_;
   const bool is_e2m1_ = codec_.book == formats::books::fp4_e2m1;
   bool by_rounding_ = false;           // of the group: e2m1_codes
-  std::optional<TableBounds> bounds_;  // made when first needed
+  std::optional<TableBounds> bounds_;  // where none are prepared
   const Memory* x_;                    // the row
   uint8_t* out_;                       // codes of the row
+  int64_t batched_ = 0;                // columns before this one were tried as a batch
   int64_t packed_;  // columns before this one are in out_; a multiple of 8 while codes_ is in use
   int64_t num_codes_ = 0;
   QuantizeStatus status_;
@@ -748,28 +1010,26 @@ QuantizeStatus QuantizeSpanCpu(const QuantizeProblem& problem, const QuantizeSpa
 }
 
 std::shared_ptr<const void> PrepareCpu(const QuantizeProblem& problem) {
-#if HALFBYTE_VBMI
+  const formats::Codec& codec = problem.codec;
+  if (codec.kind != formats::Kind::table || problem.dtype == DType::f64) return nullptr;
   // With a global scale, what is stored does not scale with powers of two.
-  if (problem.dtype == DType::bf16 && problem.codec.kind == formats::Kind::table &&
-      problem.codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0) {
-    // Making a lookup costs as much as encoding 100,000 elements: keep the last ones.
-    struct Entry {
-      formats::Codec codec;
-      std::shared_ptr<const Bf16Lookup> lookup;
-    };
-    static auto& mutex = *new ForkSafeMutex;
-    static auto& entries = *new std::array<Entry, 4>;
-    static size_t oldest = 0;
-    const std::lock_guard lock(mutex);
-    for (const Entry& entry : entries)
-      if (entry.lookup && entry.codec == problem.codec) return entry.lookup->usable ? entry.lookup : nullptr;
-    Entry& entry = entries[oldest++ % entries.size()];
-    entry = {problem.codec, std::make_shared<const Bf16Lookup>(problem.codec)};
-    if (entry.lookup->usable) return entry.lookup;
-  }
-#endif
-  (void)problem;
-  return nullptr;
+  const bool by_lookup = HALFBYTE_VBMI && problem.dtype == DType::bf16 &&
+                         codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0;
+  // A lookup costs as much as encoding 100,000 elements: keep the last ones.
+  struct Entry {
+    formats::Codec codec;
+    bool by_lookup = false;
+    std::shared_ptr<const Prepared> prepared;
+  };
+  static auto& mutex = *new ForkSafeMutex;
+  static auto& entries = *new std::array<Entry, 4>;
+  static size_t oldest = 0;
+  const std::lock_guard lock(mutex);
+  for (const Entry& entry : entries)
+    if (entry.prepared && entry.by_lookup == by_lookup && entry.codec == codec) return entry.prepared;
+  Entry& entry = entries[oldest++ % entries.size()];
+  entry = {codec, by_lookup, std::make_shared<const Prepared>(codec, by_lookup)};
+  return entry.prepared;
 }
 
 ValueRange ValueRangeCpu(const void* x, DType dtype, int64_t n) {

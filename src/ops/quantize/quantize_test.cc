@@ -68,6 +68,87 @@ TEST(Quantize, EveryGranularityGroupSizeAndThreadCountEqualsTheOracle) {
   }
 }
 
+// Many plain groups in a row, whose parameters are found together, some that are not between them, and values
+// beside the bounds of codes.
+TEST(Quantize, NeighbouringGroupsEqualTheOracle) {
+  std::mt19937_64 random(21);
+  const auto uniform = [&](double low, double high) {
+    return std::uniform_real_distribution<double>(low, high)(random);
+  };
+  const auto specs = testing::all_specs();
+  const int cases = testing::kSanitized ? 60 : 900;
+  for (int i = 0; i < cases; ++i) {
+    EncodedSpec spec = specs[static_cast<size_t>(i) % specs.size()];
+    const int64_t sizes[] = {16, 32, 48, 64, 100, 128, 300};
+    spec.group_size = sizes[random() % 7];
+    spec.scale_dtype = std::array{DType::f32, DType::f16, DType::bf16}[random() % 3];
+    if (random() % 2 && info(spec.format).kind == FormatKind::affine)
+      spec.encoding.code_scale = CodeScale::unrounded;
+    testing::fit_format(spec);
+    const formats::Codec codec = make_codec(spec, spec.encoding);
+    const DType dtype = testing::kFloatDTypes[random() % 3];
+    const int64_t group = spec.group_size, cols = 50 * group + static_cast<int64_t>(random() % 40), rows = 2;
+    const bool all_plain = random() % 2;
+    Values x;
+    x.dtype = dtype;
+    double least = 0, most = 0;
+    formats::GroupParams<float> params;
+    for (int64_t at = 0; at < rows * cols; ++at) {
+      const int64_t in_group = at % cols % group;
+      double value = uniform(least, most);
+      if (in_group == 0) {
+        const double size = std::exp2(uniform(-9, 9));
+        least = -size * uniform(0.1, 1), most = size * uniform(0.1, 1);
+        if (const auto kind = random() % 60; !all_plain && kind < 5) {
+          if (kind == 0) least = most = 0;
+          if (kind == 1) least = most;
+          if (kind == 2) least *= 0x1p-30, most *= 0x1p-30;
+          if (kind == 3) least = most / 2;  // of one sign
+          if (kind == 4) most = least / 3;
+        }
+        params = formats::group_params(static_cast<float>(least), static_cast<float>(most), codec);
+        value = least;
+      } else if (in_group == 1) {
+        value = most;
+      } else if (random() % 2) {
+        // Between two codes, and a few units of the dtype away from that.
+        const double scale = static_cast<double>(params.code_scale);
+        double place = static_cast<double>(random() % 16) + 0.5 - (random() % 2 ? 8 : 0);
+        if (codec.kind == formats::Kind::table)
+          place = static_cast<double>(codec.book.edges_f32[random() % 15]);
+        value = place * scale + static_cast<double>(params.code_bias);
+        value *= 1 + (static_cast<double>(random() % 7) - 3) * (dtype == DType::f32 ? 0x1p-24 : 0x1p-9);
+        value = std::clamp(value, std::min(least, most), std::max(least, most));
+      }
+      x.push_back(value);
+    }
+    SCOPED_TRACE(fmt::format("{} {} [{}, {}]", testing::describe(spec), to_string(dtype), rows, cols));
+    const Parts expected = testing::oracle_quantize(x, spec, rows, cols);
+    testing::for_each_target(
+        [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, rows, cols)); });
+    if (HasFailure()) return;
+  }
+}
+
+// Scales of e4m3, and beside them: half way between two, exactly and a unit off.
+TEST(Quantize, ScalesHalfWayBetweenTwo) {
+  const EncodedSpec spec = {{.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3}};
+  Values x;
+  for (int code = 0; code < 0x7E; ++code)
+    for (const float unit : {-0x1p-23f, 0.0f, 0x1p-23f}) {
+      const float middle = (formats::e4m3_to_f32(static_cast<uint8_t>(code)) +
+                            formats::e4m3_to_f32(static_cast<uint8_t>(code + 1))) /
+                           2;
+      for (int i = 0; i < 16; ++i)
+        x.push_back(i == 3 ? 6 * static_cast<double>(middle * (1 + unit)) : i / 16.0);
+    }
+  for (int i = 0; i < 32; ++i) x.push_back(2688);  // the global scale is 1
+  const auto cols = std::ssize(x.exact);
+  const Parts expected = testing::oracle_quantize(x, spec, 1, cols);
+  testing::for_each_target(
+      [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 1, cols)); });
+}
+
 TEST(Quantize, NonFiniteElementsAreCountedAndGetTheCodeOfZero) {
   std::mt19937_64 random(11);
   const auto specs = testing::all_specs();

@@ -32,11 +32,17 @@ float global_scale_of(const ConstPackedWeight& weight, void* stream) {
   return scale;
 }
 
-// Columns at which packed weights of a spec are cut: a multiple of it begins a block, and a group.
-int64_t column_unit(const ConstPackedWeight& weight) {
+// Where weights of a spec are cut: strips begin there, or blocks and groups.
+struct Cuts {
+  int64_t block, group = 1;
+  bool has(int64_t at) const { return at % block == 0 && at % group == 0; }
+  int64_t unit() const { return std::lcm(block, group); }
+};
+Cuts cuts_of(const ConstPackedWeight& weight, bool rows) {
   const QuantSpec& spec = weight.spec;
   const bool grouped = spec.granularity == Granularity::group || spec.granularity == Granularity::flat;
-  return std::lcm(int64_t{layout_of(weight).block_cols}, grouped ? spec.group_size : 1);
+  if (rows) return {formats::kUnitRows};
+  return {layout_of(weight).block_cols, grouped ? spec.group_size : 1};
 }
 
 // Whether the blocks of `part`, if it has any, are blocks of `whole`.
@@ -133,10 +139,10 @@ ConstPackedWeight check_to_concat(const Axis& axis, std::span<const ConstPackedW
     HALFBYTE_CHECK(weight.*axis.kept == first.*axis.kept, usage,
                    "{}: {}.{} must be {} as of the first, got {}", op, name, axis.kept_name, first.*axis.kept,
                    weight.*axis.kept);
-    const int64_t unit = &axis == &kRows ? formats::kUnitRows : column_unit(first);
-    HALFBYTE_CHECK(weight.*axis.joined % unit == 0 || i + 1 == weights.size(), usage,
+    const Cuts cuts = cuts_of(first, &axis == &kRows);
+    HALFBYTE_CHECK(cuts.has(weight.*axis.joined) || i + 1 == weights.size(), usage,
                    "{}: {}.{} must be a multiple of {} but for the last weight, got {}", op, name,
-                   axis.joined_name, unit, weight.*axis.joined);
+                   axis.joined_name, cuts.unit(), weight.*axis.joined);
     if (has_global_scale(first.spec)) {
       const float expected = global_scale_of(first, stream), actual = global_scale_of(weight, stream);
       HALFBYTE_CHECK(actual == expected, usage,
@@ -206,11 +212,11 @@ ConstPackedWeight check_to_slice(const ConstPackedWeight& from, const Slice& sli
   ConstPackedWeight result = from;
   result.rows = kept[0];
   result.cols = kept[1];
-  const int64_t unit = slice.axis == 0 ? formats::kUnitRows : column_unit(from);
+  const Cuts cuts = cuts_of(from, slice.axis == 0);
   for (const int64_t at : {slice.begin, slice.end})
-    HALFBYTE_CHECK(at % unit == 0 || at == extents[slice.axis], usage,
+    HALFBYTE_CHECK(cuts.has(at) || at == extents[slice.axis], usage,
                    "{}: a packed weight [{}, {}] is cut at {} that are multiples of {}, got {}", kSlice,
-                   from.rows, from.cols, slice.axis == 0 ? "rows" : "columns", unit, at);
+                   from.rows, from.cols, slice.axis == 0 ? "rows" : "columns", cuts.unit(), at);
   HALFBYTE_CHECK(has_same_blocks(layout_of(result), layout_of(from)), usage,
                  "{}: {} columns are stored in another form than {}: cut the weight before it is packed",
                  kSlice, result.cols, from.cols);
