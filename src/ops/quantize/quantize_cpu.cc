@@ -224,23 +224,26 @@ struct TableBounds {
     _mm512_store_ps(out, thresholds(scale));
   }
 #else
-  // The largest f32 that is not beyond each bound, for scale > 0.
-  HWY_INLINE void thresholds(float scale, float* HWY_RESTRICT out) const {
+  // The largest f32 that is not beyond each bound, for scale > 0: as many from `first` on as there are lanes
+  // of double.
+  HWY_INLINE auto thresholds_from(size_t first, float scale) const {
     const hn::ScalableTag<double> d;
     const hn::RebindToSigned<decltype(d)> di;
     const hn::Rebind<float, decltype(d)> df;
-    const auto N = hn::Lanes(d);
+    const hn::RebindToSigned<decltype(df)> dfi;
     const auto s = hn::Set(d, static_cast<double>(scale));
-    for (size_t i = 0; i < 16; i += N) {
-      const auto product = hn::BitCast(di, hn::Mul(hn::Load(d, middle + i), s));
-      const auto bound = hn::BitCast(d, hn::Add(product, hn::Load(di, nudge + i)));
-      const auto nearest = hn::DemoteTo(df, bound);
-      hn::StoreU(nearest, df, out + i);
-      HWY_ALIGN double bounds[HWY_MAX_BYTES / sizeof(double)];
-      hn::Store(bound, d, bounds);
-      for (size_t j = 0; j < N; ++j)
-        if (static_cast<double>(out[i + j]) > bounds[j]) out[i + j] = formats::next_below(out[i + j]);
-    }
+    const auto product = hn::BitCast(di, hn::Mul(hn::Load(d, middle + first), s));
+    const auto bound = hn::BitCast(d, hn::Add(product, hn::Load(di, nudge + first)));
+    const auto nearest = hn::DemoteTo(df, bound);
+    const auto bits = hn::BitCast(dfi, nearest), one = hn::Set(dfi, 1);
+    const auto below = hn::BitCast(  // where it is beyond the bound it is not +0
+        df, hn::IfThenElse(hn::Lt(bits, hn::Zero(dfi)), hn::Add(bits, one), hn::Sub(bits, one)));
+    const auto back = hn::PromoteTo(d, nearest);
+    return hn::DemoteTo(df, hn::IfThenElse(hn::Gt(back, bound), hn::PromoteTo(d, below), back));
+  }
+  HWY_INLINE void thresholds(float scale, float* HWY_RESTRICT out) const {
+    const hn::Rebind<float, hn::ScalableTag<double> > df;
+    for (size_t i = 0; i < 16; i += hn::Lanes(df)) hn::StoreU(thresholds_from(i, scale), df, out + i);
   }
 #endif
 };
@@ -292,30 +295,29 @@ HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t
                                 : ranks_by_bins<false, Type>(x, n, bounds, scale, reciprocal, ranks);
 #endif
   (void)reciprocal;
-  HWY_ALIGN float thresholds[16];
-  bounds.thresholds(scale, thresholds);
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
   const hn::Rebind<uint8_t, decltype(d)> d8;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
 #if HWY_MAX_BYTES >= 32
-  // Level k of the search tree as a table of 2^k thresholds, looked up by the path so far.
+  // Level k of the search tree as a table of 2^k thresholds, looked up by the path so far. They do not go
+  // through memory: a load of several stores waits for all of them.
 #if HALFBYTE_AVX512
-  const auto t = hn::Load(d, thresholds);
-  const auto level = [&](int first, int step) HWY_ATTR {  // not through memory, which waits for its stores
+  const hn::Vec<decltype(d)> t{bounds.thresholds(scale)};
+  const auto level = [&](int first, int step) HWY_ATTR {
     return hn::TableLookupLanes(
         t, hn::IndicesFromVec(
                d, hn::And(hn::Add(hn::Set(di, first), hn::Mul(hn::Iota(di, 0), hn::Set(di, step))),
                           hn::Set(di, 15))));
   };
-  const auto t0 = hn::Set(d, thresholds[7]), t1 = level(3, 8), t2 = level(1, 4), t3 = level(0, 2);
+  const auto t0 = level(7, 0), t1 = level(3, 8), t2 = level(1, 4), t3 = level(0, 2);
 #else
-  HWY_ALIGN float level1[16] = {}, level2[16] = {}, level3[16] = {};
-  for (int i = 0; i < 2; ++i) level1[i] = thresholds[3 + 8 * i];
-  for (int i = 0; i < 4; ++i) level2[i] = thresholds[1 + 4 * i];
-  for (int i = 0; i < 8; ++i) level3[i] = thresholds[2 * i];
-  const auto t0 = hn::Set(d, thresholds[7]);
-  const auto t1 = hn::Load(d, level1), t2 = hn::Load(d, level2), t3 = hn::Load(d, level3);
+  const auto low = hn::Combine(d, bounds.thresholds_from(4, scale), bounds.thresholds_from(0, scale));
+  const auto high = hn::Combine(d, bounds.thresholds_from(12, scale), bounds.thresholds_from(8, scale));
+  const auto odd = hn::ConcatOdd(d, high, low), fourth = hn::ConcatOdd(d, odd, odd);
+  const auto t0 = hn::TableLookupLanes(fourth, hn::IndicesFromVec(d, hn::Set(di, 1))),
+             t1 = hn::ConcatEven(d, fourth, fourth), t2 = hn::ConcatEven(d, odd, odd),
+             t3 = hn::ConcatEven(d, high, low);
 #endif
   const auto step = [&](hn::Vec<decltype(di)> path, hn::Vec<decltype(d)> v,
                         hn::Vec<decltype(d)> threshold) HWY_ATTR {
@@ -330,6 +332,8 @@ HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t
     hn::StoreU(hn::DemoteTo(d8, path), d8, ranks + i);
   }
 #else
+  HWY_ALIGN float thresholds[16];
+  bounds.thresholds(scale, thresholds);
   for (int64_t i = 0; i < n; i += N) {
     const auto v = Type::load(d, x + i);
     auto rank = hn::Zero(di);
