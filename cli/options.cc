@@ -86,7 +86,8 @@ void add_report_options(CLI::App& app, Command& command) {
 
 void add_destination_options(CLI::App& app, Destination& destination) {
   app.add_option("-o,--output", destination.path, "The file or directory to write")->option_text("OUT");
-  app.add_flag("--dry-run", destination.dry_run, "Only report what would happen; needs no -o");
+  app.add_flag("--dry-run", destination.dry_run,
+               "Only report what would happen, quantize also how long it takes; needs no -o");
   app.add_option(
          "--shard-size", destination.shard_size,
          "Of a directory: at most so many bytes in a file, such as 5GB or 512MiB (default: the files of IN)")

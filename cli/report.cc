@@ -22,6 +22,13 @@ std::string limit_text(const CheckpointReport& report) {
                      share(report.compute_seconds), share(report.read_seconds), share(report.write_seconds));
 }
 
+// "2.51 s", "95 s", "31 min", "2.4 h"
+std::string format_seconds(double seconds) {
+  if (seconds < 9.995) return fmt::format("{:.2f} s", seconds);
+  if (seconds < 120) return fmt::format("{:.0f} s", seconds);
+  return seconds < 7200 ? fmt::format("{:.0f} min", seconds / 60) : fmt::format("{:.1f} h", seconds / 3600);
+}
+
 // "reason: 3 (a, b, c)", a line for each text that `field` has; the names only where they are few.
 std::string by_text(std::span<const WeightReport> weights, std::string WeightReport::*field) {
   constexpr size_t kMaxNames = 8;
@@ -229,6 +236,14 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   if (!report.copied_files.empty()) text += summary_line("copied", join_names(report.copied_files));
   if (!report.skipped_files.empty()) text += summary_line("skipped", join_names(report.skipped_files));
   if (run.dry_run) {
+    if (report.total_seconds > 0)
+      text += summary_line(
+          "time", fmt::format("about {} (run {}, sync {}, {}){}", format_seconds(report.total_seconds),
+                              format_seconds(report.run_seconds), format_seconds(report.sync_seconds),
+                              report.verify_seconds > 0 ? "verify " + format_seconds(report.verify_seconds)
+                                                        : "not verified",
+                              limit_text(report)));
+    if (!report.time_note.empty()) text += summary_line("sample", report.time_note);
     text += summary_line("output", "nothing written (dry run)");
   } else {
     const std::string verify =
@@ -274,6 +289,8 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["read_seconds"] = report.read_seconds;
   document["write_seconds"] = report.write_seconds;
   document["compute_seconds"] = report.compute_seconds;
+  document["total_seconds"] = report.total_seconds;
+  document["time_note"] = report.time_note;
   document["bottleneck"] = bottleneck(report);
 }
 

@@ -146,7 +146,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
   EXPECT_NO_TAIL(weight, scale_rows);
-  EXPECT_NO_TAIL(report_info, bottleneck);
+  EXPECT_NO_TAIL(report_info, time_note);
   EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, scale_rows);
   EXPECT_NO_TAIL(compare_options, user_data);
@@ -2638,8 +2638,15 @@ TEST(CApi, CheckpointFailuresHaveTheirStatus) {
                halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report));
   options.num_include = 1;
   options.dry_run = 1;
-  EXPECT_OK(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, nullptr));
+  halfbyte_report* plan = nullptr;
+  EXPECT_OK(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &plan));
   EXPECT_FALSE(std::filesystem::exists(out));
+  auto info = output<halfbyte_report_info>();
+  EXPECT_OK(halfbyte_report_get_info(plan, &info));
+  EXPECT_GT(info.total_seconds, info.run_seconds);
+  EXPECT_GT(info.run_seconds, 0);
+  EXPECT_STREQ(info.time_note, "");
+  halfbyte_report_destroy(plan);
   std::filesystem::create_directory(out);
   options.dry_run = 0;
   EXPECT_EQ(halfbyte_quantize_checkpoint(kModel.c_str(), out.c_str(), &options, &report), HALFBYTE_EXISTS);

@@ -730,6 +730,45 @@ def test_dry_run_writes_nothing_and_predicts_the_run(tmp_path, nf4):
     assert "dequantized" in text and not (tmp_path / "dense").exists()
 
 
+TIMES = ["run_seconds", "verify_seconds", "read_seconds", "write_seconds", "compute_seconds", "total_seconds"]
+
+
+@pytest.mark.parametrize("options", [[], ["--format", "nvfp4"], ["--format", "int4", "--group-size", "32", "--device", "cpu", "--threads", "1"], ["--shard-size", "100KB", "--threads", "2"]])
+def test_dry_run_estimates_the_time(tmp_path, options):
+    plan = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", *options)
+    assert all(0 < plan[field] < 60 for field in TIMES), [plan[field] for field in TIMES]
+    assert plan["total_seconds"] > plan["run_seconds"] and plan["time_note"] == ""
+    assert plan["bottleneck"] in ("read", "compute", "write", "verify", "sync")
+    assert list(tmp_path.iterdir()) == [], "files of a sample have no name"
+    report = run_json("quantize", MODEL, "-o", tmp_path / "out", *options)
+    assert report["total_seconds"] > report["run_seconds"] and report["time_note"] == ""
+    assert run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", "--no-verify", *options)["verify_seconds"] == 0
+
+
+def test_dry_run_estimates_without_a_place_to_write(tmp_path):
+    document = run_json("quantize", MODEL, "--dry-run")
+    assert document["total_seconds"] > 0 and document["time_note"] == "no output is named: written to memory instead"
+    text = run("quantize", MODEL, "--dry-run").stdout
+    assert re.search(r"^time +about \d+\.\d\d s \(run \S+ s, sync \S+ s, verify \S+ s\); limited by \w+ \(run: ", text, re.M)
+    assert re.search(r"^sample +no output is named: written to memory instead$", text, re.M)
+    for directory in [tmp_path / "missing", Path("/proc")]:
+        document = run_json("quantize", MODEL, "-o", directory / "out", "--dry-run")
+        assert document["total_seconds"] > 0
+        assert document["time_note"].startswith(f'cannot create a file in "{directory}": ')
+        assert document["time_note"].endswith(": written to memory instead")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_estimates_what_no_layout_holds(tmp_path):
+    """Weights of the sample that cannot be quantized, which the run looks at by itself."""
+    values = np.ones((64, 64), np.float32)
+    values[3, 5] = np.inf
+    weights = {"a_proj.weight": st.from_f32(values, "BF16"), "b_proj.weight": linear(64, 64)}
+    path = write_file(tmp_path / "in.safetensors", weights)
+    assert run_json("quantize", path, "--dry-run", "--include", ".")["total_seconds"] > 0
+    fails("quantize", path, "-o", tmp_path / "out.safetensors", "--include", ".", code=BAD_INPUT)
+
+
 def test_options_reach_the_specification(tmp_path):
     def spec(*options):
         document = run_json("quantize", MODEL, "-o", tmp_path / "out", "--dry-run", *options)
@@ -931,7 +970,7 @@ def test_auto_takes_cuda_for_large_input_only(tmp_path):
         "cpu",
         "input below 1.00 GiB; --device cuda forces CUDA",
     )
-    # A dry run reads the header alone, so a hole will do.
+    # A dry run reads the header and a sample, so a hole will do.
     entry = {"dtype": "BF16", "shape": [32768, 16384], "data_offsets": [0, 2**30]}
     header = json.dumps({"a_proj.weight": entry}).encode()
     large = tmp_path / "large" / "model.safetensors"

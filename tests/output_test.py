@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,19 @@ def start_and_stop(cli, environment, directory, *arguments, at_work=at_work):
         for path in directory.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     pytest.fail("the run was never seen at work")
+
+
+def test_a_killed_dry_run_leaves_nothing(cli, environment, tmp_path):
+    """Where it measures, too: its files have no names."""
+    (tmp_path / "work").mkdir()
+    for delay in (0.002, 0.005, 0.01, 0.02, 0.04):
+        process = subprocess.Popen(
+            [cli, "quantize", DENSE, "-o", tmp_path / "work/out", "--dry-run", "--search"], env=environment, stdout=subprocess.DEVNULL
+        )
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        assert os.listdir(tmp_path / "work") == []
 
 
 def leftovers(done):

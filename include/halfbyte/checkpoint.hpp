@@ -83,8 +83,8 @@ struct ForeignQuantization {
 };
 
 struct Progress {
-  const char* phase;  // "open", "plan", "quantize", "dequantize", "write", "verify", "compare", "sync",
-                      // "check", "copy"
+  const char* phase;  // "open", "plan", "measure", "quantize", "dequantize", "write", "verify", "compare",
+                      // "sync", "check", "copy"
   uint64_t done_bytes;
   uint64_t total_bytes;  // 0: not known
 };
@@ -183,7 +183,9 @@ struct QuantizeOptions {
   bool keep_embeddings =
       false;  // reader mlx_lm: embeddings and head stay dense, which it quantizes by default
   bool fallback_dense = false;  // a selected tensor the layout cannot hold stays dense
-  bool dry_run = false;         // plan and report only
+  // Plan, measure a sample, and report only. Then `output` may be empty; otherwise what the sample becomes is
+  // written beside it, in files without a name.
+  bool dry_run = false;
   bool verify = true;
   bool force = false;  // replace an existing output
   Unfinished unfinished = Unfinished::keep;
@@ -256,9 +258,13 @@ struct CheckpointReport {
   // Of run_seconds, on all workers together: waiting for what they read, and for what they write, and the
   // rest, which is computing (with the copies to a CUDA device and back).
   double read_seconds = 0, write_seconds = 0, compute_seconds = 0;
+  // Of quantize and dequantize, from opening the input to the end. A dry run of quantize estimates this, and
+  // the times above, from a sample that it takes (docs/scale.md); 0: it could not.
+  double total_seconds = 0;
+  std::string time_note;  // of a dry run: what was not measured, and why; empty: nothing
 };
 // What a run would have to be quicker at to be quicker: "read", "compute", "write", "verify" or "sync";
-// empty: nothing was run.
+// empty: nothing was run, nor estimated.
 HALFBYTE_API const char* bottleneck(const CheckpointReport& report);
 
 // Reads `input` and writes `output`: file -> file, directory -> directory. The output is written to a

@@ -1558,6 +1558,8 @@ typedef struct halfbyte_report_info {
   int64_t num_resumed_files; /* with tensors, that an earlier run had completed */
   double read_seconds, write_seconds, compute_seconds; /* of run_seconds, on all workers together */
   const char* bottleneck; /* "read", "compute", "write", "verify" or "sync"; "": nothing was run */
+  double total_seconds;   /* of quantize and dequantize; a dry run of quantize estimates all times */
+  const char* time_note;  /* of a dry run: what was not measured, and why; "": nothing */
 } halfbyte_report_info;
 HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
                                                       halfbyte_report_info* info);

@@ -502,6 +502,10 @@ void bind_reports(nb::module_& module) {
           "bottleneck", [](const CheckpointReport& self) { return bottleneck(self); },
           nb::sig("def bottleneck(self) -> str"),
           "\"read\", \"compute\", \"write\", \"verify\" or \"sync\"; \"\": nothing was run.")
+      .def_ro("total_seconds", &CheckpointReport::total_seconds,
+              "Of quantize and dequantize. A dry run of quantize estimates all times.")
+      .def_ro("time_note", &CheckpointReport::time_note,
+              "Of a dry run: what was not measured, and why; \"\": nothing.")
       .def("__repr__", [](const CheckpointReport& self) {
         return "<CheckpointReport " + quoted(self.output) + ": " + std::to_string(self.num_quantized) +
                " of " + std::to_string(self.weights.size()) + " weights quantized, " +

@@ -480,7 +480,9 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
                   of.read_seconds,
                   of.write_seconds,
                   of.compute_seconds,
-                  bottleneck(of)},
+                  bottleneck(of),
+                  of.total_seconds,
+                  of.time_note.c_str()},
                  "info");
   });
 }

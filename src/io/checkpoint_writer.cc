@@ -177,6 +177,24 @@ void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
   shard_index_text(input.index, UINT64_MAX, names);  // no number of bytes is longer
 }
 
+uint64_t file_bytes(FileContent content) {
+  return lay_out_safetensors(content.tensors, content.metadata).file_bytes;
+}
+
+std::vector<int> deal_files(std::span<const uint64_t> num_bytes, int num_processes) {
+  std::vector<size_t> files(num_bytes.size());
+  std::iota(files.begin(), files.end(), size_t{0});
+  std::ranges::stable_sort(files, std::greater(), [&](size_t file) { return num_bytes[file]; });
+  std::vector<uint64_t> sums(static_cast<size_t>(num_processes));
+  std::vector<int> owner(num_bytes.size());
+  for (const size_t file : files) {
+    const auto least = std::ranges::min_element(sums);
+    *least += num_bytes[file];
+    owner[file] = static_cast<int>(least - sums.begin());
+  }
+  return owner;
+}
+
 OutputCheckpoint::OutputCheckpoint(const Checkpoint::Impl& input, const std::string& output, bool force,
                                    const OutputFiles& files, const SideFiles& side_files,
                                    ProgressReporter& reporter, const Resumption& resumption, Team& team)
@@ -282,19 +300,8 @@ void OutputCheckpoint::share_resumed() {
   resumed_.assign(of_leader.begin(), of_leader.end());
 }
 
-// The largest file goes to the process with the least to do, and so on.
 void OutputCheckpoint::deal(std::span<const uint64_t> num_bytes) {
-  if (team_.is_alone() || !identity_) return;
-  std::vector<size_t> files(num_bytes.size());
-  std::iota(files.begin(), files.end(), size_t{0});
-  std::ranges::stable_sort(files, std::greater(), [&](size_t file) { return num_bytes[file]; });
-  std::vector<uint64_t> sums(static_cast<size_t>(team_.size()));
-  owner_.resize(num_bytes.size());
-  for (const size_t file : files) {
-    const auto least = std::ranges::min_element(sums);
-    *least += num_bytes[file];
-    owner_[file] = static_cast<int>(least - sums.begin());
-  }
+  if (!team_.is_alone() && identity_) owner_ = deal_files(num_bytes, team_.size());
 }
 
 void OutputCheckpoint::gather_files() {
@@ -407,14 +414,26 @@ void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
   }
 }
 
+template <class Make>
+TensorFile::TensorFile(size_t index, FileContent&& content, const Make& make)
+    : index_(index), tensors_(std::move(content.tensors)) {
+  const SafetensorsLayout layout = lay_out_safetensors(tensors_, content.metadata);
+  for (const StoredTensor& tensor : tensors_) by_name_[tensor.name] = &tensor;
+  file_ = make(layout.file_bytes);
+  file_->write(0, std::as_bytes(std::span(layout.prefix)));
+}
+
+std::unique_ptr<TensorFile> TensorFile::unnamed(const std::string& directory, FileContent content) {
+  const auto make = [&](uint64_t num_bytes) { return OutputFile::unnamed(directory, num_bytes); };
+  return std::unique_ptr<TensorFile>(new TensorFile(0, std::move(content), make));
+}
+
 std::unique_ptr<TensorFile> OutputCheckpoint::begin_file(size_t index, FileContent content) {
-  std::unique_ptr<TensorFile> file(new TensorFile(index, std::move(content.tensors)));
-  const SafetensorsLayout layout = lay_out_safetensors(file->tensors_, content.metadata);
-  for (const StoredTensor& tensor : file->tensors_) file->by_name_[tensor.name] = &tensor;
-  file->file_ = directory_ ? std::make_unique<OutputFile>(*directory_, files_.names[index], layout.file_bytes)
-                           : std::make_unique<OutputFile>(output_, layout.file_bytes, force_);
-  file->file_->write(0, std::as_bytes(std::span(layout.prefix)));
-  return file;
+  const auto make = [&](uint64_t num_bytes) {
+    return directory_ ? std::make_unique<OutputFile>(*directory_, files_.names[index], num_bytes)
+                      : std::make_unique<OutputFile>(output_, num_bytes, force_);
+  };
+  return std::unique_ptr<TensorFile>(new TensorFile(index, std::move(content), make));
 }
 
 void TensorFile::write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes) {

@@ -57,6 +57,12 @@ struct FileContent {
 void check_output(const Checkpoint::Impl& input, const OutputFiles& files,
                   const std::function<FileContent(size_t file)>& content);
 
+// Bytes of the file.
+uint64_t file_bytes(FileContent content);
+// Of each file, which of `num_processes` writes it: the largest goes to the one with the least to do, and so
+// on.
+std::vector<int> deal_files(std::span<const uint64_t> num_bytes, int num_processes);
+
 class Journal;
 
 // What a run does with what an earlier one left unfinished.
@@ -69,6 +75,8 @@ struct Resumption {
 // A file of the output with tensors, while it is written.
 class TensorFile {
  public:
+  // One of OutputFile::unnamed, to measure with.
+  static std::unique_ptr<TensorFile> unnamed(const std::string& directory, FileContent content);
   const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
   // Thread safe for disjoint ranges.
   void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
@@ -76,10 +84,15 @@ class TensorFile {
   void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
   // As often as it fits into the tensor.
   void write_repeated(const StoredTensor& tensor, std::string_view content);
+  // To read back.
+  const std::string& path() const { return file_->temporary_path(); }
+  void sync(const std::function<void()>& poll) { file_->sync(poll); }
 
  private:
   friend class OutputCheckpoint;
-  TensorFile(size_t index, std::vector<StoredTensor> tensors) : index_(index), tensors_(std::move(tensors)) {}
+  // `make(num_bytes)`: the file, which gets its header.
+  template <class Make>
+  TensorFile(size_t index, FileContent&& content, const Make& make);
 
   size_t index_;
   std::vector<StoredTensor> tensors_;
@@ -127,8 +140,7 @@ class OutputCheckpoint {
     std::vector<uint64_t> planned(files_.names.size());
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (is_resumed(file)) continue;
-      FileContent own = content(file);
-      planned[file] = lay_out_safetensors(own.tensors, own.metadata).file_bytes;
+      planned[file] = file_bytes(content(file));
       reporter_.poll();
     }
     deal(planned);

@@ -397,9 +397,12 @@ CheckpointReport Dequantizer::run() {
 CheckpointReport dequantize_checkpoint(const std::string& input, const std::string& output,
                                        const DequantizeOptions& options) {
   io::Team team(options.process_group);
+  const io::Timer timer;
   return team.run([&] {
-    return io::Dequantizer(Checkpoint::open(input, team.watched(options.progress)), output, options, team)
-        .run();
+    const Checkpoint checkpoint = Checkpoint::open(input, team.watched(options.progress));
+    CheckpointReport report = io::Dequantizer(checkpoint, output, options, team).run();
+    if (!options.dry_run) report.total_seconds = timer.seconds();
+    return report;
   });
 }
 

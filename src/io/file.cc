@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/stat.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -29,6 +30,7 @@ namespace halfbyte::io {
 namespace {
 
 constexpr size_t kMaxPrintableBytes = 200;
+constexpr const char* kDescriptors = "/proc/self/fd/";  // of files without a name
 
 [[noreturn]] void fail_io(std::string_view action, const std::string& path, int error) {
   const bool no_space = error == ENOSPC || error == EDQUOT || error == EFBIG;
@@ -517,6 +519,30 @@ OutputFile::OutputFile(const OutputDirectory& directory, const std::string& name
   fail_io(fmt::format("reserve {} bytes for", num_bytes), path_, error);
 }
 
+OutputFile::OutputFile(int fd, std::string path)
+    : fd_(fd), force_(false), path_(std::move(path)), temporary_(fmt::format("{}{}", kDescriptors, fd)) {}
+
+std::unique_ptr<OutputFile> OutputFile::unnamed(const std::string& directory, uint64_t num_bytes) {
+  const std::string place = directory.empty() ? "memory" : directory;
+  int fd = retry_interrupted([&] {
+    return directory.empty() ? ::memfd_create("halfbyte", MFD_CLOEXEC)
+                             : ::open(c_path(directory), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  });
+  if (fd < 0 && !directory.empty() && (errno == EOPNOTSUPP || errno == EISDIR)) try {
+      // Network file systems have none without a name: it loses its own at once.
+      const TemporaryFile made = make_temporary_file(join(directory, "sample"), 0600);
+      fd = made.fd;
+      ::unlink(made.path.c_str());
+    } catch (const std::system_error& error) {
+      errno = error.code().value();
+    }
+  if (fd < 0) fail_io("create a file in", place, errno);
+  std::unique_ptr<OutputFile> file(new OutputFile(fd, place));
+  const int error = file->reserve(num_bytes);
+  if (error != 0) fail_io(fmt::format("reserve {} bytes in", num_bytes), place, error);
+  return file;
+}
+
 // Returns 0 or errno. fallocate, not posix_fallocate: that one writes to every block where the file
 // system cannot reserve.
 int OutputFile::reserve(uint64_t num_bytes) {
@@ -530,7 +556,8 @@ int OutputFile::reserve(uint64_t num_bytes) {
 
 // Unlocked last: another run may remove what is not locked, and take the name for another.
 void OutputFile::discard() noexcept {
-  if (!temporary_.empty() && directory_ == nullptr) ::unlink(temporary_.c_str());
+  const bool has_name = !temporary_.empty() && !temporary_.starts_with(kDescriptors);
+  if (has_name && directory_ == nullptr) ::unlink(temporary_.c_str());
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
   temporary_.clear();
 }

@@ -74,11 +74,14 @@ class OutputFile {
   // once, and stays where it is not committed. `name` is a relative path. Of one that is there already, the
   // content is kept: making it reserves its space.
   OutputFile(const OutputDirectory& directory, const std::string& name, uint64_t num_bytes);
+  // One without a name, which goes when it is closed, in a directory; an empty path: in memory. It cannot be
+  // committed.
+  static std::unique_ptr<OutputFile> unnamed(const std::string& directory, uint64_t num_bytes);
   OutputFile(OutputFile&&) = delete;
   ~OutputFile();
   // Thread safe for disjoint ranges. Nothing may be written after sync().
   void write(uint64_t offset, std::span<const std::byte> bytes);
-  // Name of the temporary file: to read back before commit().
+  // Name of the temporary file, or one by which this process can open it: to read back before commit().
   const std::string& temporary_path() const { return temporary_; }
   // `poll` is called in between, at least once in 16 MiB that are not yet on the disk, and may throw.
   void sync(const std::function<void()>& poll = {});
@@ -88,6 +91,7 @@ class OutputFile {
   void commit();
 
  private:
+  OutputFile(int fd, std::string path);
   int reserve(uint64_t num_bytes);
   void write_back(const std::function<void()>& poll);
   void discard() noexcept;

@@ -749,6 +749,20 @@ TEST_F(Output, file_size_limit_is_io) {
   EXPECT_EQ(dir_.names(), Names{});
 }
 
+TEST_F(Output, unnamed_has_no_name_and_can_be_read_back) {
+  for (const std::string& directory : {std::string(dir_ / ""), std::string()}) {
+    const auto file = OutputFile::unnamed(directory, 5);
+    const char text[] = "abcde";
+    file->write(0, std::as_bytes(std::span(text, 5)));
+    file->sync([] {});
+    EXPECT_EQ(dir_.names(), Names{});
+    EXPECT_EQ(read_text(InputFile::open(file->temporary_path()), 5), "abcde");
+  }
+  EXPECT_EQ(dir_.names(), Names{});
+  expect_error(ErrorCode::io, "missing\": No such file or directory",
+               [&] { OutputFile::unnamed(dir_ / "missing", 5); });
+}
+
 TEST_F(Output, read_only_directory_is_io) {
   Mount disk(dir_ / "disk", "size=1m");
   if (!disk.mounted() || !disk.make_read_only()) GTEST_SKIP() << "cannot mount a tmpfs";

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/arithmetic.h"
 #include "core/checks.h"
 #include "io/safetensors.h"
 
@@ -185,6 +184,30 @@ OutputWeight transposed_weight(const Checkpoint::Impl& input, size_t index) {
   for (int64_t first = 0; first < n; first += rows * cols)
     output.sources.push_back({index, first, rows, 1, rows});
   if (n == 0) output.sources.push_back({index, 0, 0, 1, rows});
+  return output;
+}
+
+OutputWeight with_rows(const OutputWeight& weight, std::span<const RowRange> ranges) {
+  OutputWeight output{weight.name, weight.shape, {}, weight.plus};
+  int64_t num_rows = 0;
+  for (const RowRange& range : ranges) {
+    num_rows += range.end - range.begin;
+    int64_t first = 0;  // row of the source
+    for (const SourceRows& rows : weight.sources) {
+      const int64_t begin = std::max(range.begin, first), end = std::min(range.end, first + rows.num_rows);
+      if (begin < end) {
+        SourceRows part = rows;
+        part.first += (begin - first) * rows.row_stride;
+        part.num_rows = end - begin;
+        output.sources.push_back(part);
+      }
+      first += rows.num_rows;
+    }
+  }
+  const size_t rank = output.shape.size();
+  for (size_t axis = 0; axis + 2 < rank; ++axis) output.shape[axis] = 1;
+  if (rank == 2) output.shape[0] = num_rows;
+  if (rank > 2) output.shape[rank - 3] = num_rows / output.shape[rank - 2];
   return output;
 }
 

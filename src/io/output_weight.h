@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/arithmetic.h"
 #include "io/checkpoint.h"
 
 namespace halfbyte::io {
@@ -35,6 +36,9 @@ struct OutputWeight {
 // matrix, or all of one that is stored so.
 OutputWeight whole_weight(const Weight& weight, size_t index);
 OutputWeight transposed_weight(const Checkpoint::Impl& input, size_t index);
+
+// These rows of a weight, one range behind the other: of a matrix any, of more axes whole matrices.
+OutputWeight with_rows(const OutputWeight& weight, std::span<const RowRange> ranges);
 
 // The sources must lie within their weights and make up the shape, Error(bug); and be of one dtype,
 // of whole bytes unless they are a whole weight, and F32, F16 or BF16 for `plus`, Error(bad_input).

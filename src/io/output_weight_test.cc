@@ -111,6 +111,20 @@ TEST_F(OutputWeightTest, AllFormsOfRandomShapes) {
         {"sparse rows", {1 + (half - 1) / 2, cols}, {{fused, last, 1 + (half - 1) / 2, 4 * cols, 1}}});
     expect_gathered({"turned up", shape, {{turned, last + half, half, 1, 2 * half}}});
     expect_gathered({"turned interleaved up", shape, {{turned, last + 1, half, 2, 2 * half}}});
+    const OutputWeight apart = with_rows({"rows", shape, {{fused, last, half, cols, 1}}},
+                                         std::vector<RowRange>{{0, (half + 1) / 2}, {(half + 1) / 2, half}});
+    EXPECT_EQ(apart.shape, shape);
+    expect_gathered(apart);
+    const OutputWeight matrix = with_rows(transposed_weight(checkpoint_->impl(), turned),
+                                          std::vector<RowRange>{{last / cols, last / cols + 2 * half}});
+    EXPECT_EQ(matrix.shape, (std::vector<int64_t>{1, 2 * half, cols}));
+    EXPECT_EQ(matrix.sources.size(), 1);
+    EXPECT_EQ(matrix.sources[0].first, last);
+    expect_gathered(matrix);
+    const OutputWeight row = with_rows(whole_weight(*checkpoint_->find("a"), index_of("a")),
+                                       std::vector<RowRange>{{half - 1, half}});
+    EXPECT_EQ(row.sources[0].first, (half - 1) * cols);
+    expect_gathered(row);
     expect_gathered({"stacked",
                      {4, half, cols},
                      {{index_of("b"), 0, half, cols, 1},

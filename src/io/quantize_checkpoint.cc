@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "core/checks.h"
 #include "core/counts.h"
@@ -19,6 +20,7 @@
 #include "io/fused.h"
 #include "io/importance.h"
 #include "io/journal.h"
+#include "io/run_estimate.h"
 #include "io/safetensors.h"
 #include "io/selection.h"
 #include "io/tiles.h"
@@ -41,15 +43,23 @@ struct Item {
   std::vector<float> scales = {};  // double quantization
 };
 
+// What a sample has taken, in seconds.
+struct SampleTimes {
+  double reserve = 0, run = 0, verify = 0, sync = 0;
+};
+
 class Quantizer {
  public:
-  Quantizer(const Checkpoint& input, const std::string& output, const QuantizeOptions& options, Team& team)
-      : input_(input.impl()),
+  // `timer`: since the run began.
+  Quantizer(const Checkpoint::Impl& input, const std::string& output, const QuantizeOptions& options,
+            Team& team, const Timer& timer)
+      : input_(input),
         output_(output),
         options_(options),
         layout_(options.layout ? layout_info(*options.layout) : default_layout(options.format)),
         devices_(worker_devices(options.devices, options.num_threads)),
         team_(team),
+        timer_(timer),
         reporter_(team.watched(options.progress)),
         decodes_(std::ranges::any_of(input_.weights,
                                      [](const Weight& weight) { return weight.layout.has_value(); })),
@@ -60,6 +70,10 @@ class Quantizer {
 
  private:
   using Json = nlohmann::json;
+  using TensorFiles = std::vector<std::unique_ptr<TensorFile>>;
+  // Begins a file of the output.
+  using BeginFile =
+      std::function<std::unique_ptr<TensorFile>(size_t file, std::vector<StoredTensor>&& tensors)>;
 
   struct Task {
     size_t item;
@@ -99,9 +113,9 @@ class Quantizer {
   // Files side by side.
   void run_files(OutputCheckpoint& writer, std::span<const size_t> files, Background& completion);
   void complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file);
-  std::vector<std::unique_ptr<TensorFile>> write_files(OutputCheckpoint& writer,
-                                                       std::span<const size_t> indices);
-  void find_ranges();
+  TensorFiles write_files(const BeginFile& begin, std::span<const size_t> indices);
+  std::vector<size_t> with_ranges() const;
+  void find_ranges(std::span<const size_t> wanted);
   void set_global_scale(Item& item) const;
   void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
@@ -113,12 +127,23 @@ class Quantizer {
   QuantizeStatus quantize_tiles(TensorFile& file, Item& item, const Block& block, BlockWorker& worker);
   void finish_weight(TensorFile& file, Item& item) const;
   bool plan_again(size_t file);
-  void verify(OutputCheckpoint& writer, const TensorFile& written, size_t file);
+  std::vector<VerifyItem> checks_of(size_t file);
+
+  RunPlan run_plan();
+  std::vector<SampledWeight> sampled_weights() const;
+  void take_sample(const Quantizer& whole, std::span<const std::vector<SampledUnits>> sets);
+  std::vector<size_t> files_of_set(size_t set) const;
+  uint64_t bytes_of_set(size_t set) const;
+  TensorFiles write_sample(size_t set, const std::string& directory, SampleTimes& times);
+  void complete_sample(size_t set, const TensorFiles& written, bool is_hashed, SampleTimes& times);
+  SampleRates measure(const RunPlan& plan, const std::string& directory);
+  void estimate();
 
   WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
   // Some scale is that of the whole weight.
   static bool needs_range(const Item& item) {
-    return item.target.spec.granularity == Granularity::tensor || has_global_scale(item.target.spec);
+    return item.quantize &&
+           (item.target.spec.granularity == Granularity::tensor || has_global_scale(item.target.spec));
   }
   DType dtype_of(const Item& item) const { return *input_.weights[item.source.sources.front().weight].dtype; }
 
@@ -129,15 +154,17 @@ class Quantizer {
   std::vector<Device> devices_;  // of each worker
   std::optional<BlockWorkers> workers_;
   Team& team_;
+  const Timer& timer_;
   ProgressReporter reporter_;
   const bool decodes_;        // some weights of the input are quantized
   const std::string config_;  // of the input, as if none were
-  std::optional<ImportanceFile> importance_;
+  std::shared_ptr<const ImportanceFile> importance_;
   Selection selection_;
   std::vector<Item> items_;  // one for each weight of selection_
   OutputFiles files_;
   SideFiles side_files_;
   CheckpointReport report_;
+  std::vector<size_t> mine_;  // of files_, where the time is estimated: those of this process
   std::unique_ptr<ProgressPhase> quantize_phase_, verify_phase_;
 };
 
@@ -326,7 +353,7 @@ void Quantizer::plan() {
 void Quantizer::open_importance() {
   if (options_.importance.empty()) return;
   HALFBYTE_CHECK(options_.search, usage, "importance is for searched scales: search is false");
-  importance_.emplace(options_.importance);
+  importance_ = std::make_shared<const ImportanceFile>(options_.importance);
   std::vector<const QuantizedWeight*> targets;
   for (const Item& item : items_)
     if (item.quantize) targets.push_back(&item.target);
@@ -568,7 +595,7 @@ void Quantizer::finish_weight(TensorFile& file, Item& item) const {
 
 void Quantizer::choose_devices() {
   const auto is_cpu = [](Device device) { return device.kind == DeviceKind::cpu; };
-  if (!options_.choose_devices || options_.dry_run || std::ranges::none_of(report_.devices, is_cpu) ||
+  if (!options_.choose_devices || std::ranges::none_of(report_.devices, is_cpu) ||
       std::ranges::all_of(report_.devices, is_cpu))
     return;
   const Item* largest = nullptr;
@@ -619,12 +646,8 @@ void Quantizer::make_workers() {
   });
 }
 
-// The range of every weight with one scale for all of it.
-void Quantizer::find_ranges() {
-  std::vector<size_t> wanted;
-  for (size_t i = 0; i < items_.size(); ++i)
-    if (items_[i].quantize && needs_range(items_[i])) wanted.push_back(i);
-  if (wanted.empty()) return;
+// The ranges of these weights, which have one scale for all of it.
+void Quantizer::find_ranges(std::span<const size_t> wanted) {
   const std::vector<Task> tasks = tasks_of(wanted);
   BlockWorkers& workers = *workers_;
   std::vector<ValueRange> ranges(tasks.size());
@@ -686,36 +709,42 @@ void Quantizer::set_global_scale(Item& item) const {
   item.target.global_scale = 1 / item.target.global_reciprocal;
 }
 
+// The weights that have a scale for all of it.
+std::vector<size_t> Quantizer::with_ranges() const {
+  std::vector<size_t> wanted;
+  for (size_t i = 0; i < items_.size(); ++i)
+    if (needs_range(items_[i])) wanted.push_back(i);
+  return wanted;
+}
+
 // They take a pass over the weights, which another run can spare.
 void Quantizer::share_ranges(OutputCheckpoint& writer) {
   const std::string name = "ranges";
-  std::vector<Item*> items;
-  for (Item& item : items_)
-    if (item.quantize && needs_range(item)) items.push_back(&item);
-  if (items.empty()) return;
+  const std::vector<size_t> wanted = with_ranges();
+  if (wanted.empty()) return;
   if (const Json record = writer.find_record(name); !record.is_null()) {
-    for (Item* item : items) {
-      const Json& range = record.at("weights").at(item->source.name);
-      item->range = {exact_value(range.at(0)), exact_value(range.at(1))};
-      set_global_scale(*item);
+    for (const size_t i : wanted) {
+      Item& item = items_[i];
+      const Json& range = record.at("weights").at(item.source.name);
+      item.range = {exact_value(range.at(0)), exact_value(range.at(1))};
+      set_global_scale(item);
     }
     return;
   }
-  find_ranges();
+  find_ranges(wanted);
   Json ranges;
-  for (const Item* item : items)
-    ranges[item->source.name] = {exact_text(item->range.min), exact_text(item->range.max)};
+  for (const size_t i : wanted)
+    ranges[items_[i].source.name] = {exact_text(items_[i].range.min), exact_text(items_[i].range.max)};
   if (team_.leads()) writer.add_record(name, {{"weights", std::move(ranges)}});
 }
 
-std::vector<std::unique_ptr<TensorFile>> Quantizer::write_files(OutputCheckpoint& writer,
-                                                                std::span<const size_t> indices) {
-  std::vector<std::unique_ptr<TensorFile>> files;
+Quantizer::TensorFiles Quantizer::write_files(const BeginFile& begin_file, std::span<const size_t> indices) {
+  TensorFiles files;
   std::vector<std::pair<Task, TensorFile*>> tasks;
   std::vector<std::pair<Item*, TensorFile*>> quantized;
   for (const size_t index : indices) {
     const std::vector<size_t>& items = files_.weights[index];
-    files.push_back(writer.begin_file(index, {tensors_of(items), metadata_of(index)}));
+    files.push_back(begin_file(index, tensors_of(items)));
     TensorFile* const file = files.back().get();
     for (const Task& task : tasks_of(items)) tasks.emplace_back(task, file);
     for (const size_t i : items) {
@@ -797,12 +826,12 @@ bool Quantizer::plan_again(size_t file) {
   return changed;
 }
 
-void Quantizer::verify(OutputCheckpoint& writer, const TensorFile& written, size_t file) {
+std::vector<VerifyItem> Quantizer::checks_of(size_t file) {
   std::vector<VerifyItem> checks;
   for (const size_t i : files_.weights[file])
     checks.push_back(
         {&items_[i].source, items_[i].quantize ? &items_[i].target : nullptr, &report_of(items_[i])});
-  writer.verify(written, checks, options_.num_threads, *verify_phase_);
+  return checks;
 }
 
 uint64_t Quantizer::source_bytes_of(size_t file) const {
@@ -853,10 +882,13 @@ void Quantizer::resume_file(const Json& records, size_t file) {
 }
 
 void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> files, Background& completion) {
-  std::vector<std::unique_ptr<TensorFile>> written;
+  const BeginFile begin = [&](size_t file, std::vector<StoredTensor>&& tensors) {
+    return writer.begin_file(file, {std::move(tensors), metadata_of(file)});
+  };
+  TensorFiles written;
   {
     const Stopwatch running(report_.run_seconds);
-    written = write_files(writer, files);
+    written = write_files(begin, files);
     const auto again = [&] {
       std::vector<size_t> changed;
       for (size_t i = 0; i < files.size(); ++i) {
@@ -868,7 +900,7 @@ void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> file
       return changed;
     };
     for (std::vector<size_t> changed = again(); !changed.empty(); changed = again())
-      for (const size_t i : changed) written[i] = std::move(write_files(writer, files.subspan(i, 1)).front());
+      for (const size_t i : changed) written[i] = std::move(write_files(begin, files.subspan(i, 1)).front());
   }
   completion.start([this, &writer, numbers = std::vector(files.begin(), files.end()),
                     files = std::make_shared<decltype(written)>(std::move(written))] {
@@ -879,13 +911,291 @@ void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> file
 void Quantizer::complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file) {
   if (options_.verify) {
     const Stopwatch verifying(report_.verify_seconds);
-    verify(writer, *written, file);
+    writer.verify(*written, checks_of(file), options_.num_threads, *verify_phase_);
   }
   const Stopwatch syncing(report_.sync_seconds);
   writer.sync(*written);
   Json records = Json::array();
   for (const size_t i : files_.weights[file]) records.push_back(to_record(report_of(items_[i])));
   writer.commit_file(std::move(written), &records);
+}
+
+// ---- The time of a run
+
+// What this process does of it, each file by its bytes of the source.
+RunPlan Quantizer::run_plan() {
+  std::vector<uint64_t> planned;
+  for (size_t file = 0; file < files_.names.size(); ++file)
+    planned.push_back(file_bytes({tensors_of(files_.weights[file]), metadata_of(file)}));
+  // One file, or several: only these are dealt.
+  const std::vector<int> owner = deal_files(planned, team_.size());
+  RunPlan plan;
+  const auto at_once = static_cast<size_t>(files_at_once(static_cast<int>(devices_.size())));
+  for (size_t file = 0; file < owner.size(); ++file) {
+    if (owner[file] != team_.rank()) continue;
+    if (mine_.size() % at_once == 0) plan.batch_bytes.push_back(0);
+    plan.batch_bytes.back() += source_bytes_of(file);
+    mine_.push_back(file);
+  }
+  plan.overlaps = overlaps();
+  if (team_.leads()) plan.reserved_bytes = std::accumulate(planned.begin(), planned.end(), uint64_t{0});
+  for (const Item& item : items_)
+    if (needs_range(item)) plan.ranges_bytes += report_.weights[item.report].source_bytes;
+  plan.ranges_bytes /= static_cast<uint64_t>(team_.size());
+  return plan;
+}
+
+// Rows of a unit: as many as share scales or words. Of more axes than two they are those of a matrix, and of
+// what cannot be divided all.
+int64_t unit_rows(const Checkpoint::Impl& input, const OutputWeight& weight) {
+  const int64_t rows = num_elements(weight.shape) / weight.cols();
+  const size_t rank = weight.shape.size();
+  if (rank < 2 || safetensors_dtype_bits(stored_dtype(input, weight)) % 8 != 0) return rows;
+  return rank == 2 ? std::min(rows, kFp8Block) : weight.shape[rank - 2];
+}
+
+// Those of this process; of others nothing.
+std::vector<SampledWeight> Quantizer::sampled_weights() const {
+  std::vector<SampledWeight> weights(items_.size());
+  for (const size_t file : mine_)
+    for (const size_t i : files_.weights[file]) {
+      const Item& item = items_[i];
+      if (const int64_t n = num_elements(item.source.shape); n > 0)
+        weights[i] = {ceil_div(n / item.source.cols(), unit_rows(input_, item.source)),
+                      report_.weights[item.report].source_bytes};
+    }
+  return weights;
+}
+
+// Makes the sets the weights of this, each in as many files as are written side by side.
+void Quantizer::take_sample(const Quantizer& whole, std::span<const std::vector<SampledUnits>> sets) {
+  const auto num_files = static_cast<size_t>(files_at_once(static_cast<int>(devices_.size())));
+  importance_ = whole.importance_;
+  files_.weights.resize(sets.size() * num_files);
+  for (size_t set = 0; set < sets.size(); ++set)
+    for (size_t i = 0; i < sets[set].size();) {
+      const size_t weight = sets[set][i].weight;
+      const Item& of = whole.items_[weight];
+      const int64_t unit = unit_rows(input_, of.source),
+                    rows = num_elements(of.source.shape) / of.source.cols();
+      std::vector<RowRange> ranges;
+      for (; i < sets[set].size() && sets[set][i].weight == weight; ++i)
+        ranges.push_back({sets[set][i].begin * unit, std::min(rows, sets[set][i].end * unit)});
+      const Item item{with_rows(of.source, ranges), report_.weights.size()};
+      files_.weights[set * num_files + items_.size() % num_files].push_back(items_.size());
+      selection_.weights.push_back({item.source});
+      selection_.weights.back().grid = whole.selection_.weights[of.report].grid;
+      WeightReport& report = report_.weights.emplace_back();
+      report.shape = item.source.shape;
+      report.source_bytes = num_bytes(input_, item.source);
+      items_.push_back(item);
+      items_.back().quantize = of.quantize && cannot_hold(layout_, of.target.spec, item.source.shape).empty();
+      if (items_.back().quantize)
+        set_target(items_.back(), of.target.spec);
+      else
+        keep_dense(items_.back(), "");
+    }
+  uint64_t total_bytes = 0;
+  for (const WeightReport& weight : report_.weights) total_bytes += weight.source_bytes;
+  quantize_phase_ = std::make_unique<ProgressPhase>(reporter_, "measure", total_bytes);
+  verify_phase_ = std::make_unique<ProgressPhase>(reporter_, "measure", total_bytes, quantize_phase_.get());
+}
+
+std::vector<size_t> Quantizer::files_of_set(size_t set) const {
+  const auto num_files = static_cast<size_t>(files_at_once(static_cast<int>(devices_.size())));
+  std::vector<size_t> files(num_files);
+  std::iota(files.begin(), files.end(), set * num_files);
+  std::erase_if(files, [&](size_t file) { return files_.weights[file].empty(); });
+  return files;
+}
+
+uint64_t Quantizer::bytes_of_set(size_t set) const {
+  uint64_t sum = 0;
+  for (const size_t file : files_of_set(set)) sum += source_bytes_of(file);
+  return sum;
+}
+
+Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& directory, SampleTimes& times) {
+  const std::vector<size_t> files = files_of_set(set);
+  while (true) {
+    SampleTimes own;
+    TensorFiles written;
+    {
+      const Stopwatch running(own.run);
+      written = write_files(
+          [&](size_t, std::vector<StoredTensor>&& tensors) {
+            const Stopwatch reserving(own.reserve);
+            return TensorFile::unnamed(directory, {std::move(tensors), {}});
+          },
+          files);
+    }
+    bool is_held = true;
+    for (const size_t file : files)
+      for (const size_t i : files_.weights[file]) {
+        if (!items_[i].quantize || items_[i].status.ok()) continue;
+        keep_dense(items_[i], "");  // what the run does with it is seen by the run
+        is_held = false;
+      }
+    if (!is_held) continue;
+    times.reserve += own.reserve;
+    times.run += own.run - own.reserve;
+    return written;
+  }
+}
+
+// As complete_file.
+void Quantizer::complete_sample(size_t set, const TensorFiles& written, bool is_hashed, SampleTimes& times) {
+  const std::vector<size_t> files = files_of_set(set);
+  for (size_t i = 0; i < files.size(); ++i) {
+    if (options_.verify) {
+      const Stopwatch verifying(times.verify);
+      verify_file(input_, written[i]->path(), checks_of(files[i]), options_.num_threads, *verify_phase_);
+    }
+    const Stopwatch syncing(times.sync);
+    written[i]->sync([&] { reporter_.poll(); });
+    if (is_hashed) hash_file(InputFile::open(written[i]->path()), options_.num_threads, reporter_);
+  }
+}
+
+// Does to samples what the run does to all. `directory`: as OutputFile::unnamed takes it.
+SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory) {
+  constexpr int kNumSets = 4;
+  constexpr double kSetSeconds = 0.2;
+  constexpr uint64_t kPieceBytes = 16 << 20, kMinSetBytes = 4 << 20, kMaxSetBytes = 128 << 20;
+  Team alone(nullptr);
+  const std::vector<SampledWeight> weights = sampled_weights();
+  make_workers();
+  const auto num_workers = static_cast<uint64_t>(workers_->size());
+  uint64_t block_bytes = 0;
+  for (const Item& item : items_)
+    if (item.quantize)
+      block_bytes =
+          std::max(block_bytes, static_cast<uint64_t>(max_elements(item) * size_of(item.target.dtype)));
+  const bool has_journal = files_.names.size() > 1;
+  SampleRates rates;
+
+  // Threads, devices and memory are got first; and how much a set may have.
+  SampleTimes first, second;
+  uint64_t first_bytes = 0, first_ranges_bytes = 0,
+           set_bytes = std::max(kMaxSetBytes, 2 * num_workers * block_bytes);
+  {
+    const uint64_t warm_bytes = std::max(kPieceBytes / 2, num_workers * block_bytes);
+    const auto sets = choose_sample(weights, 2, warm_bytes, warm_bytes);
+    Quantizer warm(input_, output_, options_, alone, timer_);
+    warm.devices_ = devices_;
+    warm.take_sample(*this, sets);
+    std::swap(warm.workers_, workers_);
+    const std::vector<size_t> wanted = warm.with_ranges();
+    for (const size_t i : wanted) first_ranges_bytes += warm.report_.weights[i].source_bytes;
+    if (!wanted.empty()) {
+      const Stopwatch starting(first.run);
+      warm.find_ranges(wanted);
+    }
+    first_bytes = warm.bytes_of_set(0);
+    warm.complete_sample(0, warm.write_sample(0, directory, first), has_journal, first);
+    const size_t last = sets.size() - 1;
+    warm.complete_sample(last, warm.write_sample(last, directory, second), has_journal, second);
+    const double rate =
+        static_cast<double>(warm.bytes_of_set(last)) / (second.run + second.verify + second.sync);
+    set_bytes = static_cast<uint64_t>(
+        std::clamp(kSetSeconds * rate, static_cast<double>(kMinSetBytes), static_cast<double>(set_bytes)));
+    std::swap(warm.workers_, workers_);
+  }
+
+  const auto sets = choose_sample(weights, kNumSets, set_bytes, std::max(kPieceBytes, block_bytes));
+  Quantizer sample(input_, output_, options_, alone, timer_);
+  sample.devices_ = devices_;
+  sample.take_sample(*this, sets);
+  std::swap(sample.workers_, workers_);
+  if (const std::vector<size_t> wanted = sample.with_ranges(); !wanted.empty()) {
+    uint64_t ranges_bytes = 0;
+    for (const size_t i : wanted) ranges_bytes += sample.report_.weights[i].source_bytes;
+    const Timer timer;
+    sample.find_ranges(wanted);
+    rates.ranges = timer.seconds() / static_cast<double>(ranges_bytes);
+  }
+  CheckpointReport before, after;
+  sample.workers_->add_seconds(before);
+  // Of writing, and of completing.
+  SampleTimes alone_times, beside_times;
+  double all_bytes = 0, output_bytes = 0, alone_bytes[2] = {}, beside_bytes[2] = {};
+  const bool overlaps = plan.overlaps && plan.batch_bytes.size() > 1;
+  Background completion(overlaps);
+  std::shared_ptr<TensorFiles> previous;
+  for (size_t set = 0; set < sets.size(); ++set) {
+    const auto bytes = static_cast<double>(sample.bytes_of_set(set));
+    all_bytes += bytes;
+    for (const size_t file : sample.files_of_set(set))
+      for (const size_t i : sample.files_.weights[file])
+        output_bytes += static_cast<double>(sample.report_.weights[i].output_bytes);
+    const bool is_beside = previous != nullptr;
+    (is_beside ? beside_bytes : alone_bytes)[0] += bytes;
+    const auto written = std::make_shared<TensorFiles>(
+        sample.write_sample(set, directory, is_beside ? beside_times : alone_times));
+    completion.wait();
+    const bool is_last = !overlaps || set + 1 == sets.size();
+    (is_last ? alone_bytes : beside_bytes)[1] += bytes;
+    SampleTimes& times = is_last ? alone_times : beside_times;
+    completion.start([&sample, set, written, has_journal, &times] {
+      sample.complete_sample(set, *written, has_journal, times);
+    });
+    if (overlaps) previous = written;
+  }
+  completion.wait();
+  sample.workers_->add_seconds(after);
+  const auto rates_of = [](const SampleTimes& times, const double* bytes) {
+    const auto each = [](double seconds, double num_bytes) {
+      return num_bytes > 0 ? seconds / num_bytes : 0;
+    };
+    return StageRates{each(times.run, bytes[0]), each(times.verify, bytes[1]), each(times.sync, bytes[1])};
+  };
+  rates.alone = rates_of(alone_times, alone_bytes);
+  rates.beside = beside_bytes[0] > 0 ? rates_of(beside_times, beside_bytes) : rates.alone;
+  rates.read = (after.read_seconds - before.read_seconds) / all_bytes;
+  rates.write = (after.write_seconds - before.write_seconds) / all_bytes;
+  rates.compute = (after.compute_seconds - before.compute_seconds) / all_bytes;
+  rates.reserve = (alone_times.reserve + beside_times.reserve) / std::max(1.0, output_bytes);
+  rates.start = std::max(0.0, first.run - rates.alone.run * static_cast<double>(first_bytes) -
+                                  rates.ranges * static_cast<double>(first_ranges_bytes));
+  return rates;
+}
+
+void Quantizer::estimate() {
+  const RunPlan plan = run_plan();
+  std::string path = output_;
+  while (path.size() > 1 && path.ends_with('/')) path.pop_back();
+  const char* const in_memory = "written to memory instead";
+  if (path.empty()) report_.time_note = fmt::format("no output is named: {}", in_memory);
+  team_.meet();  // all measure at a time, as they run
+  RunTimes times;
+  const auto is_some = [](uint64_t num_bytes) { return num_bytes > 0; };
+  if (std::ranges::any_of(plan.batch_bytes, is_some)) {
+    const double planned = timer_.seconds();
+    for (std::string directory = path.empty() ? "" : parent_of(path);;) try {
+        times = estimate_times(measure(plan, directory), plan);
+        times.total += planned;
+        break;
+      } catch (const Error& error) {
+        if (error.code() != ErrorCode::io) throw;
+        report_.time_note = fmt::format("{}{}{}", error.what(), directory.empty() ? "" : ": ",
+                                        directory.empty() ? "" : in_memory);
+        if (directory.empty()) break;
+        directory.clear();
+      }
+  }
+  // The slowest process.
+  for (const std::string& word : team_.meet({reinterpret_cast<const char*>(&times), sizeof times})) {
+    RunTimes of_rank;
+    std::memcpy(&of_rank, word.data(), sizeof of_rank);
+    if (of_rank.total > times.total) times = of_rank;
+  }
+  report_.total_seconds = times.total;
+  report_.run_seconds = times.run;
+  report_.sync_seconds = times.sync;
+  report_.verify_seconds = times.verify;
+  report_.read_seconds = times.read;
+  report_.write_seconds = times.write;
+  report_.compute_seconds = times.compute;
 }
 
 CheckpointReport Quantizer::run() {
@@ -940,7 +1250,9 @@ CheckpointReport Quantizer::run() {
       complete_report();
       writer.finish(config_.empty() ? "" : config_text(), quantization_files());
     });
+    report_.total_seconds = timer_.seconds();
   } else {
+    estimate();
     complete_report();
   }
   return std::move(report_);
@@ -964,9 +1276,10 @@ void Quantizer::complete_report() {
 CheckpointReport quantize_checkpoint(const std::string& input, const std::string& output,
                                      const QuantizeOptions& options) {
   io::Team team(options.process_group);
+  const io::Timer timer;
   return team.run([&] {
-    return io::Quantizer(Checkpoint::open(input, team.watched(options.progress)), output, options, team)
-        .run();
+    const Checkpoint checkpoint = Checkpoint::open(input, team.watched(options.progress));
+    return io::Quantizer(checkpoint.impl(), output, options, team, timer).run();
   });
 }
 

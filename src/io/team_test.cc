@@ -115,6 +115,22 @@ QuantizeOptions options_for(Format format, std::shared_ptr<ProcessGroup> group =
   return options;
 }
 
+TEST_F(ProcessGroupTest, a_dry_run_estimates_the_slowest) {
+  const std::string model = make_model();
+  for (const int size : {2, 10}) {  // more than files
+    std::vector<double> totals(static_cast<size_t>(size));
+    expect_none(run(size, [&](auto group) {
+      QuantizeOptions options = options_for(Format::nvfp4, group);
+      options.dry_run = true;
+      totals[static_cast<size_t>(group->rank())] =
+          quantize_checkpoint(model, path("out"), options).total_seconds;
+    }));
+    EXPECT_GT(totals.front(), 0);
+    EXPECT_EQ(totals, std::vector<double>(totals.size(), totals.front())) << "all say the same";
+    EXPECT_FALSE(fs::exists(path("out")));
+  }
+}
+
 TEST_F(ProcessGroupTest, the_bytes_and_the_report_of_one_process) {
   const std::string model = make_model();
   for (const Format format : {Format::nf4, Format::nvfp4}) {  // nvfp4 shares ranges

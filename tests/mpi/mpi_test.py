@@ -68,6 +68,14 @@ def test_the_bytes_of_one_process(run, want, tmp_path, count):
     assert sorted(os.listdir(tmp_path)) == ["dense", "dense-1", "out"]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_dry_run_estimates_the_slowest(run, tmp_path, count):
+    text, _ = run(count, *QUANTIZE, tmp_path / "out", "--dry-run", "--json", "-")
+    plan = json.loads(text)
+    assert 0 < plan["run_seconds"] < plan["total_seconds"] < 60 and plan["time_note"] == ""
+    assert os.listdir(tmp_path) == []
+
+
 def test_errors_are_of_all_and_said_once(run, want, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(want, out)

@@ -147,6 +147,7 @@ def test_quantize_has_the_codes_of_the_contract(tensors, tmp_path):
 def test_options(tmp_path):
     report = halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", include=["up_proj"], exclude=[r"layers\.1"], dry_run=True)
     assert not (tmp_path / "q").exists()
+    assert report.total_seconds > report.run_seconds > 0 and report.time_note == "" and report.bottleneck
     names = [each.name for each in report.weights if each.quantized]
     assert names and all("up_proj" in name and "layers.1." not in name for name in names)
     with pytest.raises(ValueError, match="devices must differ, got cpu twice"):
