@@ -50,6 +50,11 @@ def test_blocks_compile(match, tmp_path):
     assert result.returncode == 0, result.stderr + source.read_text()
 
 
+def test_the_tables_of_costs():
+    tables = subprocess.run([sys.executable, str(ROOT / "tools" / "cost.py")], capture_output=True, text=True, check=True).stdout
+    assert all(table in (ROOT / "docs" / "scale.md").read_text() for table in tables.split("\n\n"))
+
+
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
