@@ -44,7 +44,8 @@ def content_of(out):
 def report_of(text):
     """Without what differs from run to run."""
     report = json.loads(text)
-    return {key: value for key, value in report.items() if not key.endswith("_seconds") and key not in ("output", "input")}
+    differing = ("output", "input", "bottleneck")
+    return {key: value for key, value in report.items() if not key.endswith("_seconds") and key not in differing}
 
 
 @pytest.fixture(scope="module")
