@@ -19,7 +19,7 @@ struct Arguments {
   ComputeArguments compute;
 };
 
-void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+void run(const Arguments& arguments, const Command& command, std::string& text, Json& document) {
   ConvertOptions options;
   check_cpu(arguments.compute.device, "convert");
   options.layout = parse_layout(arguments.layout);
@@ -29,7 +29,8 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
   options.force_layout = arguments.force_layout;
   options.verify = !arguments.no_verify;
   options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
-  options.force = force;
+  options.force = command.force;
+  options.process_group = command.group;
   options.unfinished = arguments.destination.unfinished();
   options.num_threads = arguments.compute.num_threads;
   options.dry_run = arguments.destination.dry_run;
@@ -69,10 +70,11 @@ void add_convert_command(CLI::App& app, Command& command) {
   sub.callback([arguments, &command] {
     check_destination(arguments->destination);
     command.name = "convert";
+    command.takes_processes = true;
     if (!arguments->destination.dry_run) command.output = arguments->destination.path;
     command.unfinished = arguments->destination.unfinished();
     command.run = [arguments, &command](std::string& text, Json& document) {
-      run(*arguments, command.force, text, document);
+      run(*arguments, command, text, document);
     };
   });
 }

@@ -29,7 +29,10 @@ class Table {
     Align align = Align::left;
   };
   explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
-  void add_row(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+  void add_row(std::vector<std::string> cells) {  // what is missing at its end is empty
+    cells.resize(columns_.size());
+    rows_.push_back(std::move(cells));
+  }
   bool empty() const { return rows_.empty(); }
   // Title line and rows, each ended by a newline.
   std::string text() const;

@@ -321,6 +321,9 @@ struct WriterOptions {
   uint64_t shard_bytes = 0;
   int num_threads = 0;
   ProgressFunction progress = {};
+  // As in QuantizeOptions, with an identity: every process gives the same weights, and makes those of its
+  // files.
+  std::shared_ptr<ProcessGroup> process_group = {};
 };
 
 // Writes a checkpoint of weights that are given: quantized ones as they are, in a layout that can hold them,
@@ -381,6 +384,7 @@ struct ConvertOptions {
   uint64_t shard_bytes = 0;
   int num_threads = 0;
   ProgressFunction progress = {};
+  std::shared_ptr<ProcessGroup> process_group = {};
 };
 // Writes the quantized weights of `input` in another layout: the codes stay, and scales, zero points and
 // biases become those that make every code decode to the same f32. Where the layout cannot hold them so,

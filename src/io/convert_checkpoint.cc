@@ -14,6 +14,7 @@
 #include "io/progress.h"
 #include "io/recode.h"
 #include "io/safetensors.h"
+#include "io/team.h"
 
 namespace halfbyte {
 namespace io {
@@ -307,38 +308,62 @@ CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& item
   return report;
 }
 
-}  // namespace
-}  // namespace io
+// What planning has found out about an item, as the processes of a team send it to each other.
+struct PlanHead {
+  QuantSpec spec;
+  DType dtype;
+  size_t rank, lost_bytes;
+};
+void put_plan(const Item& item, std::string& to) {
+  const PlanHead head = {item.form.spec, item.form.dtype, item.form.shape.size(), item.lost.size()};
+  to.append(reinterpret_cast<const char*>(&head), sizeof head);
+  to.append(reinterpret_cast<const char*>(item.form.shape.data()), head.rank * sizeof(int64_t));
+  to.append(item.lost);
+}
+void take_plan(Item& item, std::string_view& from) {
+  PlanHead head;
+  const auto take = [&](void* to, size_t num_bytes) {
+    HALFBYTE_CHECK(from.size() >= num_bytes, bug, "convert: the plan of another process is too short");
+    std::memcpy(to, from.data(), num_bytes);
+    from.remove_prefix(num_bytes);
+  };
+  take(&head, sizeof head);
+  item.form.spec = head.spec;
+  item.form.dtype = head.dtype;
+  item.form.shape.resize(head.rank);
+  take(item.form.shape.data(), head.rank * sizeof(int64_t));
+  item.lost.resize(head.lost_bytes);
+  take(item.lost.data(), head.lost_bytes);
+}
 
-CheckpointReport convert_checkpoint(const std::string& input, const std::string& output,
-                                    const ConvertOptions& options) {
-  const Checkpoint from = Checkpoint::open(input, options.progress);
-  const io::LayoutInfo& layout = io::layout_info(options.layout);
+CheckpointReport convert(const std::string& input, const std::string& output, const ConvertOptions& options,
+                         Team& team) {
+  const ProgressFunction progress = team.watched(options.progress);
+  const Checkpoint from = Checkpoint::open(input, progress);
+  const LayoutInfo& layout = layout_info(options.layout);
   HALFBYTE_CHECK(!options.experts || options.layout == Layout::bitsandbytes, usage,
                  "convert: layout {} has one form of experts; only bitsandbytes has {}", layout.name,
                  to_string(*options.experts));
   const bool experts4bit = options.experts == ExpertForm::experts4bit;
-  const std::optional<DType> model_dtype = io::dtype_of_config(from.impl().config);
+  const std::optional<DType> model_dtype = dtype_of_config(from.impl().config);
   const auto dtype_of = [&](const Weight& weight) { return model_dtype.value_or(*weight.dtype); };
 
-  std::optional<io::Architecture> architecture;
+  std::optional<Architecture> architecture;
   if ((layout.turns_conv1d || layout.apart) && !from.impl().config.empty())
-    architecture = io::Architecture::find(io::config_json(from.impl().config));
+    architecture = Architecture::find(config_json(from.impl().config));
   const auto is_turned = [&](const Weight& weight) {
     const auto module =
         architecture && layout.turns_conv1d ? architecture->find_tensor(weight.name) : std::nullopt;
-    return module && module->kind == io::ModuleKind::conv1d && weight.shape.size() == 2;
+    return module && module->kind == ModuleKind::conv1d && weight.shape.size() == 2;
   };
 
-  std::vector<io::Item> items = io::items_of(from, layout, architecture, options.experts);
-  for (io::Item& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
-  const io::Item* first_lost = nullptr;
-  int64_t num_lost = 0;
-  HALFBYTE_CHECK(!items.empty(), usage, "convert: \"{}\" has no quantized weights", io::printable(input));
+  std::vector<Item> items = items_of(from, layout, architecture, options.experts);
+  for (Item& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
+  HALFBYTE_CHECK(!items.empty(), usage, "convert: \"{}\" has no quantized weights", printable(input));
   CheckpointWriter writer(output, {.layout = options.layout,
                                    .base = input,
                                    .experts4bit = experts4bit,
-                                   .reader = io::reader_of(options),
+                                   .reader = reader_of(options),
                                    .force_layout = options.force_layout,
                                    .verify = options.verify,
                                    .force = options.force,
@@ -346,57 +371,74 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
                                    .unfinished = options.unfinished,
                                    .shard_bytes = options.shard_bytes,
                                    .num_threads = options.num_threads,
-                                   .progress = options.progress});
-  io::ProgressReporter reporter(options.progress);
-  for (io::Item& item : items) {
+                                   .progress = progress,
+                                   .process_group = options.process_group});
+  ProgressReporter reporter(progress);
+  // Of a team, each plans a part.
+  const auto first_of = [&](int rank) {
+    return items.size() * static_cast<size_t>(rank) / static_cast<size_t>(team.size());
+  };
+  for (size_t i = first_of(team.rank()); i < first_of(team.rank() + 1); ++i) {
+    Item& item = items[i];
     reporter.poll();
     const Weight& weight = *item.weight;
-    item.lost = io::refuse_form(from, layout, item);
+    item.lost = refuse_form(from, layout, item);
     if (item.lost.empty()) {
-      const io::Recoded recoded = io::recode(io::load(from, item), layout, dtype_of(weight));
+      const Recoded recoded = recode(load(from, item), layout, dtype_of(weight));
       item.lost = recoded.lost;
       if (recoded.weight)
-        item.form = io::form_of(recoded.weight->spec, recoded.weight->shape, recoded.weight->dtype);
+        item.form = form_of(recoded.weight->spec, recoded.weight->shape, recoded.weight->dtype);
     }
     if (!item.lost.empty() && options.requantize) {
       std::vector<int64_t> shape = weight.shape;
-      if (item.rows || !item.experts.empty()) shape = io::load(from, item).shape;
+      if (item.rows || !item.experts.empty()) shape = load(from, item).shape;
       if (item.turned) std::ranges::reverse(shape);
-      item.form = io::form_of(io::resolve_spec(layout, io::nearest_options(layout, weight), dtype_of(weight)),
-                              shape, dtype_of(weight));
+      item.form = form_of(resolve_spec(layout, nearest_options(layout, weight), dtype_of(weight)), shape,
+                          dtype_of(weight));
     }
-    if (!item.lost.empty() && num_lost++ == 0) first_lost = &item;
   }
+  if (!team.is_alone()) {
+    std::string own;
+    for (size_t i = first_of(team.rank()); i < first_of(team.rank() + 1); ++i) put_plan(items[i], own);
+    const std::vector<std::string> plans = team.meet(own);
+    for (int rank = 0; rank < team.size(); ++rank) {
+      std::string_view plan = plans[static_cast<size_t>(rank)];
+      for (size_t i = first_of(rank); i < first_of(rank + 1); ++i) take_plan(items[i], plan);
+    }
+  }
+  const auto is_lost = [](const Item& item) { return !item.lost.empty(); };
+  const auto num_lost = std::ranges::count_if(items, is_lost);
+  const auto first_lost = std::ranges::find_if(items, is_lost);
   HALFBYTE_CHECK(num_lost == 0 || options.requantize, bad_input,
                  "convert: {} of {} weights cannot be converted with the codes that they have; the first is "
                  "\"{}\": {}. With requantize (--requantize) they are decoded and quantized anew",
-                 num_lost, items.size(), io::printable(first_lost->name), first_lost->lost);
+                 num_lost, items.size(), printable(first_lost->name), first_lost->lost);
   if (options.dry_run) {
-    CheckpointReport report = io::planned(layout, items, experts4bit);
+    CheckpointReport report = planned(layout, items, experts4bit);
     report.input = input;
     report.output = output;
     return report;
   }
-  for (const io::Item& item : items) {
+  for (const Item& item : items) {
     if (item.rows) writer.leave_out(item.weight->name);
     for (const auto& expert : item.experts) writer.leave_out(expert.first->name);
   }
-  io::Biases biases = io::convert_biases(from, items);
+  Biases biases = convert_biases(from, items);
   for (const std::string& name : biases.replaced) writer.leave_out(name);
   for (auto& [name, tensor] : biases.tensors) writer.set(name, std::move(tensor));
-  for (const io::Item& item : items) {
+  for (const Item& item : items) {
     const Weight& weight = *item.weight;
     writer.set(item.name, item.form,
                [&from, &layout, &item, dtype = dtype_of(weight)](WeightReport& row) -> QuantizedTensor {
                  std::optional<QuantizedTensor> made;
                  if (item.lost.empty())
-                   made = io::recode(io::load(from, item), layout, dtype).weight;
+                   made = recode(load(from, item), layout, dtype).weight;
                  else
-                   made = io::requantized(from, layout, dtype, item, row);
+                   made = requantized(from, layout, dtype, item, row);
                  // Since `from` was opened: the writer opened it later.
                  from.impl().check_unchanged(*item.weight);
                  HALFBYTE_CHECK(made, bad_input, "convert: weight \"{}\" has changed while it was read",
-                                io::printable(item.weight->name));
+                                printable(item.weight->name));
                  return *std::move(made);
                });
   }
@@ -404,6 +446,15 @@ CheckpointReport convert_checkpoint(const std::string& input, const std::string&
   CheckpointReport report = writer.finish();
   report.input = std::move(path);
   return report;
+}
+
+}  // namespace
+}  // namespace io
+
+CheckpointReport convert_checkpoint(const std::string& input, const std::string& output,
+                                    const ConvertOptions& options) {
+  io::Team team(options.process_group);
+  return team.run([&] { return io::convert(input, output, options, team); });
 }
 
 }  // namespace halfbyte

@@ -145,6 +145,7 @@ struct CheckpointWriter::Impl {
       : output(std::move(to)), options(std::move(wanted)), layout(io::layout_info(options.layout)) {}
 
   CheckpointReport finish();
+  CheckpointReport finish(io::Team& team);
 
   std::string output;
   WriterOptions options;
@@ -652,11 +653,18 @@ void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, const io::Te
 }
 
 CheckpointReport CheckpointWriter::Impl::finish() {
+  io::Team team(options.process_group);
+  return team.run([&] { return finish(team); });
+}
+
+CheckpointReport CheckpointWriter::Impl::finish(io::Team& team) {
   HALFBYTE_CHECK(!finished, usage, "writer: \"{}\" is finished", printable(output));
   finished = true;
   HALFBYTE_CHECK(!output.empty(), usage, "the output path is empty");
   HALFBYTE_CHECK(options.num_threads >= 0, usage, "num_threads must not be negative, got {}",
                  options.num_threads);
+  HALFBYTE_CHECK(team.is_alone() || !options.identity.empty(), usage,
+                 "writer: several processes need an identity");
   report_.input = options.base;
   report_.output = output;
   open_base();
@@ -687,25 +695,28 @@ CheckpointReport CheckpointWriter::Impl::finish() {
     written += written_bytes(item);
     verified += verified_bytes(item);
   }
-  io::ProgressReporter reporter(options.progress);
+  io::ProgressReporter reporter(team.watched(options.progress));
   io::ProgressPhase writing(reporter, "write", written), verifying(reporter, "verify", verified);
-  io::Team alone(nullptr);
   io::OutputCheckpoint to(*input_, output, options.force, files_, side_files, reporter,
-                          {options.unfinished, identity(), options.num_threads}, alone);
+                          {options.unfinished, identity(), options.num_threads}, team);
+  const auto take_records = [&](size_t file) {
+    const nlohmann::json records = to.records_of(file);
+    for (size_t i = 0; i < files_.weights[file].size(); ++i)
+      io::from_record(records.at(i), report_.weights[files_.weights[file][i]]);
+  };
   to.run([&] {
     to.reserve([&](size_t file) { return content_of(file); });
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (to.is_resumed(file) && to.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
-        const nlohmann::json records = to.records_of(file);
-        for (size_t i = 0; i < files_.weights[file].size(); ++i) {
-          const size_t item = files_.weights[file][i];
-          io::from_record(records.at(i), report_.weights[item]);
+        take_records(file);
+        for (const size_t item : files_.weights[file]) {
           writing.add(written_bytes(items_[item]));
           if (options.verify) verifying.add(verified_bytes(items_[item]));
         }
         continue;
       }
+      if (!to.is_mine(file)) continue;
       std::unique_ptr<io::TensorFile> written = write_file(to, file, writing);
       if (options.verify) verify(to, *written, file, verifying);
       to.sync(*written);
@@ -717,6 +728,12 @@ CheckpointReport CheckpointWriter::Impl::finish() {
       }
       to.commit_file(std::move(written), &records);
     }
+    to.gather_files();
+    for (size_t file = 0; file < files_.names.size(); ++file)
+      if (to.is_gathered(file)) {
+        take_records(file);
+        to.take_resumed(file, content_of(file));
+      }
     to.finish(config, texts);
   });
   return std::move(report_);

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import TINY_LLAMA
 
-BUG, USAGE, EXISTS, CANCELLED = 1, 2, 8, 130
+BUG, USAGE, BAD_INPUT, EXISTS, CANCELLED = 1, 2, 3, 8, 130
 LAUNCHER = shlex.split(os.environ.get("HALFBYTE_MPIRUN", "mpirun"))
 QUANTIZE = ["quantize", TINY_LLAMA, "--shard-size", "100KB", "--format", "nvfp4", "--threads", "1", "-o"]
 
@@ -70,6 +70,17 @@ def test_the_bytes_of_one_process(run, want, tmp_path, count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("arguments", [("--layout", "modelopt"), ("--layout", "mlx", "--requantize")], ids=["codes", "anew"])
+def test_converting(run, want, tmp_path, count, arguments):
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    text, _ = run(count, "convert", want, "-o", out, *arguments, "--threads", "1", "--json", "-")
+    expected, _ = run(1, "convert", want, "-o", alone, *arguments, "--threads", "1", "--json", "-")
+    assert content_of(out) == content_of(alone) and len(content_of(out)) > 8
+    assert report_of(text) == report_of(expected)
+    assert sorted(os.listdir(tmp_path)) == ["alone", "out"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_dry_run_estimates_the_slowest(run, tmp_path, count):
     text, _ = run(count, *QUANTIZE, tmp_path / "out", "--dry-run", "--json", "-")
     plan = json.loads(text)
@@ -88,8 +99,10 @@ def test_errors_are_of_all_and_said_once(run, want, tmp_path):
     assert len(errors) == 1 and "--json" in errors[0]
     _, errors = run(2, *QUANTIZE, tmp_path / "new", "--group-size", "5", code=USAGE)
     assert len(errors) == 1
-    _, errors = run(2, "convert", want, "-o", tmp_path / "new", "--layout", "mlx", code=USAGE)
-    assert errors[0].startswith("halfbyte: error: convert runs in one process, and 2 were started")
+    _, errors = run(2, "convert", want, "-o", tmp_path / "new", "--layout", "mlx", code=BAD_INPUT)
+    assert len(errors) == 1 and "weights cannot be converted with the codes that they have" in errors[0]
+    _, errors = run(2, "repair", want, "-o", tmp_path / "new", code=USAGE)
+    assert errors[0].startswith("halfbyte: error: repair runs in one process, and 2 were started")
     _, errors = run(2, *QUANTIZE, tmp_path / "new", code=USAGE, HALFBYTE_MPI="/nowhere/libhalfbyte_mpi.so")
     assert "2 processes were started, which MPI connects, and libhalfbyte_mpi.so cannot be opened" in errors[0]
     assert sorted(os.listdir(tmp_path)) == ["out", "report.json"]
