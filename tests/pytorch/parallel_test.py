@@ -104,6 +104,7 @@ def exact(rank, folder):
         assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, num_rows)), style
     layer = ColwiseParallel(use_local_output=False)._apply(copy.deepcopy(whole), mesh)
     assert torch.equal(layer(x).full_tensor(), expected)
+    assert torch.equal(copy.deepcopy(layer)(x).full_tensor(), expected)
 
 
 def states(rank, folder):

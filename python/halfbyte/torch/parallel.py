@@ -69,6 +69,9 @@ class Part:
         layouts = (Replicate(), shard) if axis == 0 else (shard, Replicate())
         self.is_plain = use_local_output and (input_layout, output_layout) == layouts
 
+    def __deepcopy__(self, memo: dict) -> "Part":
+        return self  # nothing of it changes, and a process group has no copy
+
     # ---- Weights
 
     def cut_weight(self, whole: object) -> object:
