@@ -161,7 +161,8 @@ std::vector<uint8_t> bytes_of(const PackedTensor& packed) {
 
 PackedTensor poisoned(const ConstPackedWeight& form) {
   PackedTensor result(form.spec, form.rows, form.cols);
-  std::memset(result.view().data, 0x5a, static_cast<size_t>(result.view().num_bytes));
+  auto* const data = static_cast<uint8_t*>(result.view().data);
+  std::fill(data, data + result.view().num_bytes, uint8_t{0x5a});
   return result;
 }
 
