@@ -5,6 +5,7 @@ on with what is unfinished, or in a third of the cases discards it: it must end 
 run, byte for byte, and nothing that the killed run has left is there any more.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -25,7 +26,8 @@ def _wait_for_group(process):
         except ProcessLookupError:
             return
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # that it has ended in this moment
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _check_after_kill(section, bench, command):
