@@ -249,8 +249,8 @@ struct TableBounds {
 };
 
 #if HALFBYTE_AVX512
-// Ranks of n elements (rounded up to whole vectors), one a byte, by bins. The quotients are within all of
-// them, but for x beyond the largest value, which are in the last.
+// Ranks of n elements (rounded up to whole vectors), one a byte, by bins; x beyond the values of the code
+// book is in the first or the last.
 template <bool kOfMagnitudes, class Type>
 HWY_INLINE void ranks_by_bins(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
                               const TableBounds& bounds, float scale, float reciprocal,
@@ -813,8 +813,10 @@ class SpanQuantizer {
 
   // Groups whose parameters are found together, if they are plain; returns the column after them.
   int64_t encode_batch(int64_t begin) {
-    const int64_t n = problem_.shape.group_size, count = GroupBatch::size(), end = begin + count * n;
-    if (problem_.search || span_.params || end > span_.end || begin < batched_) return begin;
+    // A group may be said to be as long as there are numbers.
+    const int64_t n = problem_.shape.group_size, count = GroupBatch::size();
+    if (problem_.search || span_.params || n > (span_.end - begin) / count || begin < batched_) return begin;
+    const int64_t end = begin + count * n;
     batched_ = end;  // or they are for the groups one by one
     GroupBatch batch;
     // Of rules that know no more than it, one range for both signs.

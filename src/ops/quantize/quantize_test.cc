@@ -130,6 +130,17 @@ TEST(Quantize, NeighbouringGroupsEqualTheOracle) {
   }
 }
 
+// As long as there are numbers, and so long that a number of groups of it is more than that.
+TEST(Quantize, GroupsLongerThanAnyRow) {
+  for (const int64_t size : {int64_t{1} << 59, int64_t{1} << 60, std::numeric_limits<int64_t>::max()}) {
+    const EncodedSpec spec = {{.format = Format::int4, .group_size = size}};
+    Values x = testing::random_values(DType::f32, 1000, 3);
+    const Parts expected = testing::oracle_quantize(x, spec, 2, 500);
+    testing::for_each_target(
+        [&](const char*) { expect_equal(expected, testing::quantize_parts(x, spec, 2, 500)); });
+  }
+}
+
 // Scales of e4m3, and beside them: half way between two, exactly and a unit off.
 TEST(Quantize, ScalesHalfWayBetweenTwo) {
   const EncodedSpec spec = {{.format = Format::nvfp4, .group_size = 16, .scale_dtype = DType::f8_e4m3}};
