@@ -36,7 +36,10 @@ float global_scale_of(const ConstPackedWeight& weight, void* stream) {
 struct Cuts {
   int64_t block, group = 1;
   bool has(int64_t at) const { return at % block == 0 && at % group == 0; }
-  int64_t unit() const { return std::lcm(block, group); }
+  int64_t unit() const {  // a group may be said to be as long as there are numbers
+    int64_t unit = 0;
+    return __builtin_mul_overflow(block / std::gcd(block, group), group, &unit) ? group : unit;
+  }
 };
 Cuts cuts_of(const ConstPackedWeight& weight, bool rows) {
   const QuantSpec& spec = weight.spec;

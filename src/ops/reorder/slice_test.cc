@@ -227,6 +227,9 @@ TEST(PackedSlice, RefusesWithAReason) {
   expect("is cut at rows that are multiples of 32, got 16", [&] { packed.slice({0, 16, 96}); });
   expect("is cut at columns that are multiples of 64, got 96", [&] { packed.slice({1, 0, 96}); });
   expect("slice must lie within the 256 elements of axis 1", [&] { packed.slice({1, 0, 257}); });
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  const PackedTensor of_rows = quantized({32, 256}, {.group_size = most}).pack();
+  expect("multiples of 9223372036854775807, got 64", [&] { of_rows.slice({1, 0, 64}); });
   const PackedTensor wide = quantized({32, 1024}, {.group_size = 512}).pack();
   expect("512 columns are stored in another form than 1024", [&] { wide.slice({1, 0, 512}); });
   const PackedTensor half = quantized({32, 512}, {.group_size = 512}).pack();
