@@ -10,11 +10,11 @@ Graph::~Graph() {
 
 void Graph::capture(void* stream, const std::function<void()>& body) {
   HALFBYTE_CHECK(exec_ == nullptr, bug, "graph: is captured already");
-  constexpr int kGlobal = 0;  // a call that does not belong in a graph fails, in every thread
+  constexpr int kThreadLocal = 1;  // a call that does not belong in a graph fails, in this thread
   const Driver& cuda = driver();
   const auto handle = static_cast<CUstream>(stream);
   CUgraph graph = nullptr;
-  check(cuda.cuStreamBeginCapture_v2(handle, kGlobal), "cuStreamBeginCapture");
+  check(cuda.cuStreamBeginCapture_v2(handle, kThreadLocal), "cuStreamBeginCapture");
   try {
     body();
   } catch (...) {
