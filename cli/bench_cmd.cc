@@ -45,7 +45,11 @@ std::vector<BenchColumn> columns_of(const BenchRow& row) {
   std::vector<BenchColumn> columns = {{"problem", -56, row.op + " " + row.problem},
                                       {"us", 10, bench_text(row.median_us, "{:.2f}")},
                                       {"spread", 6, bench_percent(row.spread)}};
-  if (row.op == "latency") {
+  if (row.op == "tensor_parallel") {
+    columns.push_back({"one, us", 10, bench_text(us_of(row, "one"), "{:.2f}")});
+    columns.push_back({"speed-up", 8, share("one")});
+    columns.push_back({"sum, us", 8, bench_text(us_of(row, "sum"), "{:.2f}")});
+  } else if (row.op == "latency") {
     columns.push_back({"first, ms", 9, bench_text(us_of(row, "first") / 1000, "{:.1f}")});
   } else {
     columns.push_back({"GB/s", 7, row.read_bytes == 0 ? "-" : bench_text(gb_per_s(row), "{:.1f}")});
@@ -90,7 +94,8 @@ constexpr const char* kOthers[][2] = {
     {"qgemm", "products with packed weights (docs/qgemm.md)"},
     {"latency", "CUDA: the host's time for the first plan of a kernel, for later plans, and for a run"},
     {"memory", "bare reads and copies"},
-    {"checkpoint", "quantize of a checkpoint of 2 GiB"}};
+    {"checkpoint", "quantize of a checkpoint of 2 GiB"},
+    {"tensor_parallel", "CUDA: layers of llama-70b, cut among several devices"}};
 
 std::string known_ops() {
   std::string known = "all";
@@ -141,8 +146,9 @@ void list(DeviceKind device, const BenchArguments& arguments, std::string& text,
 }
 
 // Lines are printed as they come: who stops it early has what there is.
-void measure(Device device, const std::string& what, const BenchArguments& arguments, bool print,
-             Json& document) {
+void measure(std::span<const Device> devices, const std::string& what, const BenchArguments& arguments,
+             bool print, Json& document) {
+  const Device device = devices.front();
   const auto say = [&](const std::string& text) {
     if (print) write_stdout(text);
   };
@@ -161,6 +167,10 @@ void measure(Device device, const std::string& what, const BenchArguments& argum
   const BenchOptions options{arguments.quick, arguments.num_threads};
   if (what == "latency") {
     bench_latency(device, report);
+  } else if (what == "tensor_parallel") {
+    std::vector<int64_t> m = arguments.m;
+    if (m.empty()) m = {1, 16, 128};
+    bench_tensor_parallel(devices, m, options, report);
   } else if (what == "memory") {
     bench_memory(device, options, report);
   } else if (what == "checkpoint") {
@@ -241,7 +251,8 @@ void add_bench_command(CLI::App& app, Command& command) {
   const auto of_qgemm = [](CLI::Option* option) { option->group("qgemm"); };
   add("OP", arguments->ops, "OP...", "What to measure: " + known_ops());
   sub.add_flag("--list", arguments->list, "Only print the operations, or with OP its problems");
-  add("--device", arguments->device, "DEVICE", "cuda (default), cuda:N or cpu");
+  add("--device", arguments->device, "DEVICE",
+      "cuda (default), cuda:N or cpu; tensor_parallel: several, such as cuda:all");
   add("--threads", arguments->num_threads, "INT", "Number of CPU threads (default 0: all)")
       ->check(CLI::NonNegativeNumber);
   add_list("--format", arguments->formats, "FORMAT,...",
@@ -260,8 +271,9 @@ void add_bench_command(CLI::App& app, Command& command) {
                "Shapes of the weights (default 4096x4096,14336x4096; on CUDA also 8192x8192,28672x8192)"));
   of_qgemm(add_list("--model", arguments->models, "MODEL,...",
                     "The linear layers of llama-8b, llama-32b or llama-70b, instead of the default shapes"));
-  of_qgemm(
-      add_list("--m", arguments->m, "M,...", "Rows of x (default: 1, 2, 4, ... 8192; on the CPU to 512)"));
+  of_qgemm(add_list(
+      "--m", arguments->m, "M,...",
+      "Rows of x (default: 1, 2, 4, ... 8192; on the CPU to 512); tensor_parallel too (1, 16, 128)"));
   of_qgemm(add("--direction", arguments->direction, "WHICH", "forward, transposed or both (default)")
                ->check(CLI::IsMember({"forward", "transposed", "both"})));
   of_qgemm(
@@ -315,10 +327,10 @@ void add_bench_command(CLI::App& app, Command& command) {
       }
       const std::string what = alone(*arguments);
       if (what.empty()) selection_of(*arguments);
-      if (what != "qgemm" && !given.empty())
+      if (what != "qgemm" && !given.empty() && (what != "tensor_parallel" || given != "--m"))
         throw Error(ErrorCode::usage, fmt::format("{}: only with qgemm", given));
       const std::vector<Device> devices = select_devices(arguments->device, "").devices;
-      if (devices.size() != 1)
+      if (devices.size() != 1 && what != "tensor_parallel")
         throw Error(ErrorCode::usage, fmt::format("--device: bench takes one, got {}", arguments->device));
       const Device device = devices.front();
       if (device.kind != DeviceKind::cpu && arguments->num_threads != 0)
@@ -328,7 +340,7 @@ void add_bench_command(CLI::App& app, Command& command) {
       document["ops"] = arguments->ops;
       const bool print = command.json_path != "-";
       if (what == "qgemm") return run_qgemm_bench(device, *arguments, print, text, document);
-      measure(device, what, *arguments, print, document);
+      measure(devices, what, *arguments, print, document);
     };
   });
 }

@@ -331,7 +331,7 @@ def test_bench_lists():
         problems = [row["problem"] for row in rows]
         assert len(set(problems)) == len(problems) > 100
         ops = {problem.split()[0] for problem in problems}
-        assert ops == set(names) - {"qgemm", "latency", "memory", "checkpoint"}
+        assert ops == set(names) - {"qgemm", "latency", "memory", "checkpoint", "tensor_parallel"}
     text = run("bench", "quantize", "observe", "--list", "--format", "nf4", "--filter", "8192x8192 nf4 g64", env=NO_CUDA).stdout
     assert text.splitlines() == [f"quantize 8192x8192 nf4 g64 {dtype}" for dtype in ["bf16", "f16", "f32"]]
     assert "one of all, quantize" in fails("bench", "quantise", "--device", "cpu", code=USAGE, env=NO_CUDA)

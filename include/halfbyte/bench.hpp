@@ -86,6 +86,15 @@ HALFBYTE_API void bench_checkpoint(Device device, const std::string& directory,
                                    const std::vector<std::string>& formats, const BenchOptions& options,
                                    const std::function<bool(const BenchRow&)>& progress);
 
+// Layers of the size of llama-70b (nf4, groups of 64, bf16), each four products: q, k and v; o; gate and up;
+// down. On the first device alone, and on the first 2, 4, 8, ... of them, cut colwise, rowwise, colwise and
+// rowwise, by peer memory and by NCCL, for each m. What lies between the products in a model is left out.
+// Each device replays a CUDA graph. Rows as above, with op "tensor_parallel": `median_us` is the time of a
+// layer, the ceilings "one", that on one device, and "sum", the time of one of its two sums alone. CUDA only.
+HALFBYTE_API void bench_tensor_parallel(std::span<const Device> devices, std::span<const int64_t> m,
+                                        const BenchOptions& options,
+                                        const std::function<bool(const BenchRow&)>& progress);
+
 // ---- Products with quantized weights
 
 // The library of dense products, found at run time: HALFBYTE_CUBLAS, or where NVRTC is looked for.

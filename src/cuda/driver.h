@@ -56,6 +56,8 @@ struct Driver {
   X(cuCtxPopCurrent_v2, (CUcontext * context))                                                     \
   X(cuCtxGetCurrent, (CUcontext * context))                                                        \
   X(cuCtxGetDevice, (CUdevice * device))                                                           \
+  X(cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice peer))                             \
+  X(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags))                                       \
   X(cuMemGetInfo_v2, (size_t * free_bytes, size_t * total_bytes))                                  \
   X(cuPointerGetAttributes, (unsigned count, int* attributes, void** values, CUdeviceptr pointer)) \
   X(cuMemAlloc_v2, (CUdeviceptr * pointer, size_t num_bytes))                                      \

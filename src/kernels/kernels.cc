@@ -8,6 +8,7 @@
 #include "cuda/clear.h"
 #include "cuda/nvrtc.h"
 #include "ops/affine_qdq/affine_qdq_cuda.h"
+#include "ops/all_reduce/all_reduce_cuda.h"
 #include "ops/compute_qparams/compute_qparams_cuda.h"
 #include "ops/dequantize/dequantize_cuda.h"
 #include "ops/fake_quantize/fake_quantize_cuda.h"
@@ -40,6 +41,7 @@ std::vector<Kernel> make_table() {
            qgemm_kernels(),
            reorder_kernels(),
            route_kernels(),
+           all_reduce_kernels(),
            benchmark_kernels(),
        })
     table.insert(table.end(), rows.begin(), rows.end());

@@ -142,6 +142,7 @@ TEST(Kernels, the_configuration_chooses) {
   std::map<std::string, std::string> by_default;
   for (const KernelInfo& kernel : all_kernels()) by_default[kernel.op] = chosen(kernel.op, {});
   EXPECT_EQ(by_default, (std::map<std::string, std::string>{{"affine_qdq", "halfbyte_affine_qdq"},
+                                                            {"all_reduce", "all_reduce_lines"},
                                                             {"benchmark", "read_blocks"},
                                                             {"compute_qparams", "compute_qparams"},
                                                             {"dequantize", "halfbyte_dequantize"},
@@ -159,6 +160,7 @@ TEST(Kernels, the_configuration_chooses) {
   EXPECT_EQ(chosen("quantize", {{"unaligned", "yes"}, {"group-size", "64"}}), "quantize_spans");
   EXPECT_EQ(chosen("dequantize", {{"format", "lut4"}, {"table", kTable}}), "halfbyte_dequantize");
   EXPECT_EQ(chosen("dequantize", {{"group-size", "64"}}), "dequantize");
+  EXPECT_EQ(chosen("all_reduce", {{"pieces", "yes"}}), "all_reduce_chunks");
   // Configurations of other sizes have the kernel that the key's sentence says.
   const auto spec = [](const char* kernel, const char* size) {
     return specialise(find_kernel(kernel), {{"group-size", size}});

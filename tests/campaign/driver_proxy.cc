@@ -82,6 +82,8 @@ PROXY(cuCtxPushCurrent_v2, (CUcontext context), (context))
 PROXY(cuCtxPopCurrent_v2, (CUcontext * context), (context))
 PROXY(cuCtxGetCurrent, (CUcontext * context), (context))
 PROXY(cuCtxGetDevice, (CUdevice * device), (device))
+PROXY(cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice peer), (can, device, peer))
+PROXY(cuCtxEnablePeerAccess, (CUcontext peer, unsigned flags), (peer, flags))
 PROXY(cuMemGetInfo_v2, (size_t * free_bytes, size_t* total_bytes), (free_bytes, total_bytes))
 PROXY(cuPointerGetAttributes, (unsigned count, int* attributes, void** values, CUdeviceptr pointer),
       (count, attributes, values, pointer))
