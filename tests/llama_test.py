@@ -470,6 +470,54 @@ def test_a_cuda_device_must_have_something_to_compute(device):
     assert "must have fused products" in fails("--eval", TEXT, "--device", device, TINY_LLAMA, code=USAGE)
 
 
+# ---- Weights that are cut
+
+
+def kinds(document):
+    return {row["kind"]: row["layers"] for row in document["products"]}
+
+
+@pytest.mark.parametrize("options", ["nf4", "int4 --group-size 32 --asymmetric", "affine4 --group-size 32", "int8 --granularity channel",
+                                     "nvfp4"])
+def test_parts_give_the_loss_of_the_whole(options, halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", *options.split())
+    whole = evaluate(tmp_path / "model", "--tensor-parallel", 1)
+    assert whole["tensor_parallel"] == 1 and "fused" in kinds(whole)
+    for members in (2, 3):
+        parts = evaluate(tmp_path / "model", "--tensor-parallel", members)
+        assert parts["tensor_parallel"] == members
+        assert parts["eval"]["nats_per_byte"] == pytest.approx(whole["eval"]["nats_per_byte"], abs=2e-6)
+        assert kinds(parts)["fused, rowwise"] == 8 and "fused" not in kinds(parts)
+        assert kinds(parts)["fused, colwise"] == kinds(whole)["fused"] - 8
+    bf16 = evaluate(tmp_path / "model", "--tensor-parallel", 2, "--dtype", "bf16")["eval"]["nats_per_byte"]
+    assert bf16 == pytest.approx(whole["eval"]["nats_per_byte"], abs=5e-3)
+
+
+def test_biases_are_added_once(halfbyte, tmp_path):
+    make_model(tmp_path / "dense", biases="qkvogud")
+    halfbyte("quantize", tmp_path / "dense", "-o", tmp_path / "model", "--format", "int8", "--granularity", "channel")
+    whole, parts = (evaluate(tmp_path / "model", "--tensor-parallel", members) for members in (1, 2))
+    assert parts["eval"]["nats_per_byte"] == pytest.approx(whole["eval"]["nats_per_byte"], abs=2e-6)
+    assert kinds(parts)["fused, colwise"] > 0
+
+
+def test_what_cannot_be_cut_is_multiplied_whole_and_the_report_says_why(halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", "nf4", "--double-quant")
+    whole, parts = (evaluate(tmp_path / "model", "--tensor-parallel", members) for members in (1, 2))
+    assert parts["eval"]["nats_per_byte"] == pytest.approx(whole["eval"]["nats_per_byte"], abs=2e-6)
+    reasons = [row["reason"] for row in parts["products"] if row["kind"] == "fused"]
+    assert reasons and all("run across rows" in reason for reason in reasons)
+
+
+def test_cuda_devices_give_the_loss_of_one(device, halfbyte, tmp_path):
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", "nf4")
+    if len(json.loads(halfbyte("doctor", "--json", "-").stdout)["cuda"]["devices"]) < 2:
+        pytest.skip("needs two devices")
+    one = evaluate(tmp_path / "model", "--device", device)
+    two = evaluate(tmp_path / "model", "--device", "cuda", "--tensor-parallel", 2)
+    assert two["eval"]["nats_per_byte"] == pytest.approx(one["eval"]["nats_per_byte"], abs=1e-4)
+
+
 # ---- What is refused
 
 
@@ -488,6 +536,8 @@ def test_bad_arguments():
         (["--eval", TEXT, "--matmul", "dense", TINY_LLAMA], "must be fused or dequantize"),
         (["--eval", TEXT, "--dtype", "f16", TINY_LLAMA], "must be f32 or bf16"),
         (["--eval", TEXT, "--device", "gpu", TINY_LLAMA], '"gpu"'),
+        (["--eval", TEXT, "--tensor-parallel", "65", TINY_LLAMA], "--tensor-parallel: must be at most 64, got 65"),
+        (["--eval", TEXT, "--tensor-parallel", "2", "--device", "cuda:1", TINY_LLAMA], "the first CUDA devices, got --device cuda:1"),
     ]:
         error = fails(*arguments, code=USAGE)
         assert message in error and "usage: llama" in error

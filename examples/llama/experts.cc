@@ -231,7 +231,8 @@ class GroupedExperts : public Experts {
 
   // What the weights of down meet, on the device.
   ConstTensorView enqueue_gate_up(const float* x, int64_t m, int64_t slots, QgemmGrouped::Args args) {
-    const auto& [device, dtype, matmul, num_threads] = workplace_.options;
+    const Device device = workplace_.options.device;
+    const DType dtype = workplace_.options.dtype;
     std::byte* const memory =
         workplace_.reserve(workplace_.hidden, slots * intermediate_size_ * size_of(dtype));
     args.x = workplace_.upload(x, m, hidden_size_);

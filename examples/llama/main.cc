@@ -34,6 +34,7 @@ constexpr const char* kUsage = R"(usage: llama (--eval FILE | --prompt TEXT) [op
   --matmul KIND        of quantized weights: fused (they stay quantized), or dequantize (to f32, when loaded) (fused)
   --dtype TYPE         of what goes into linear layers and comes out: f32 or bf16 (f32)
   --device DEVICE      of fused products: cpu, cuda, cuda:N; the rest is computed on the host (cpu)
+  --tensor-parallel N  cuts weights among N devices: the first N of CUDA; of the CPU N groups of threads (1)
   --threads N          (all)
   --json               one JSON document
 )";
@@ -65,6 +66,7 @@ Arguments parse_arguments(int argc, char** argv) {
   Arguments result;
   Options& options = result.options;
   options.num_threads = halfbyte::system_info().num_threads;
+  int64_t num_members = 1;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     const auto value = [&]() -> std::string {
@@ -97,6 +99,8 @@ Arguments parse_arguments(int argc, char** argv) {
       options.dtype = one_of("f32", "bf16") ? DType::f32 : DType::bf16;
     else if (word == "--device")
       options.device = halfbyte::parse_device(value());
+    else if (word == "--tensor-parallel")
+      num_members = parse_number<int64_t>(word, value(), 1);
     else if (word == "--threads")
       options.num_threads =
           static_cast<int>(std::min<int64_t>(parse_number<int64_t>(word, value(), 1), 1024));
@@ -110,6 +114,16 @@ Arguments parse_arguments(int argc, char** argv) {
   if (result.model.empty()) refuse("MODEL_DIR must be given");
   if (result.eval.empty() == !result.prompt) refuse("one of --eval and --prompt must be given");
   if (result.prompt && result.prompt->empty()) refuse("--prompt: must have a byte");
+  constexpr int64_t kMostMembers = 64;
+  if (num_members > kMostMembers)
+    refuse("--tensor-parallel: must be at most " + std::to_string(kMostMembers) + ", got " +
+           std::to_string(num_members));
+  if (num_members > 1 && options.device.index > 0)
+    refuse("--tensor-parallel: is over the first CUDA devices, got --device " +
+           halfbyte::to_string(options.device));
+  for (int i = 0; i < num_members; ++i)
+    options.members.push_back(
+        {options.device.kind, options.device.kind == halfbyte::DeviceKind::cuda ? i : 0});
   return result;
 }
 
@@ -239,7 +253,7 @@ void print_text(const Arguments& arguments, const Json& document) {
 
 void run(const Arguments& arguments) {
   const Options& options = arguments.options;
-  halfbyte::check_device(options.device);
+  for (const halfbyte::Device& device : options.members) halfbyte::check_device(device);
   for (const char* name : {"tokenizer.json", "tokenizer.model"})
     if (std::filesystem::exists(std::filesystem::path(arguments.model) / name))
       throw Error(ErrorCode::bad_input, arguments.model + ": has " + name +
@@ -251,6 +265,7 @@ void run(const Arguments& arguments) {
                    {"matmul", options.matmul == Matmul::fused ? "fused" : "dequantize"},
                    {"dtype", halfbyte::to_string(options.dtype)},
                    {"device", halfbyte::to_string(options.device)},
+                   {"tensor_parallel", options.members.size()},
                    {"threads", options.num_threads},
                    {"stored_bytes", model.stored_bytes()},
                    {"memory_bytes", model.memory_bytes()},

@@ -8,6 +8,7 @@ using halfbyte::Checkpoint;
 using halfbyte::DType;
 using halfbyte::Error;
 using halfbyte::ErrorCode;
+using halfbyte::ParallelStyle;
 using halfbyte::Weight;
 
 Model::Model(const std::string& directory, const Options& options)
@@ -25,21 +26,22 @@ Model::Model(const std::string& directory, const Options& options)
       added.q_norm = take_values(layer + "self_attn.q_norm.weight", {c.head_dim});
       added.k_norm = take_values(layer + "self_attn.k_norm.weight", {c.head_dim});
     }
-    added.q = take_linear(layer + "self_attn.q_proj", q_size, hidden);
-    added.k = take_linear(layer + "self_attn.k_proj", kv_size, hidden);
-    added.v = take_linear(layer + "self_attn.v_proj", kv_size, hidden);
-    added.o = take_linear(layer + "self_attn.o_proj", hidden, q_size);
+    added.q = take_linear(layer + "self_attn.q_proj", q_size, hidden, ParallelStyle::colwise);
+    added.k = take_linear(layer + "self_attn.k_proj", kv_size, hidden, ParallelStyle::colwise);
+    added.v = take_linear(layer + "self_attn.v_proj", kv_size, hidden, ParallelStyle::colwise);
+    added.o = take_linear(layer + "self_attn.o_proj", hidden, q_size, ParallelStyle::rowwise);
     if (c.has_experts(i))
       take_experts(layer, added);
     else
       take_feed_forward(layer, added);
   }
   norm_ = take_values("model.norm.weight", {hidden});
-  head_ = c.tie_word_embeddings ? make_linear(checkpoint_, *embedding_, {}, workplace_)
-                                : take_linear("lm_head", c.vocab_size, hidden);
+  head_ = c.tie_word_embeddings
+              ? make_linear(checkpoint_, *embedding_, {}, workplace_, 0, ParallelStyle::colwise)
+              : take_linear("lm_head", c.vocab_size, hidden, ParallelStyle::colwise);
   refuse_unused();
   const auto is_fused = [](const auto& entry) {
-    return entry.first.kind == "fused" || entry.first.kind == "grouped";
+    return entry.first.kind.starts_with("fused") || entry.first.kind == "grouped";
   };
   const std::map<Product, int64_t> all = products();
   if (options.device != halfbyte::Device{} && std::none_of(all.begin(), all.end(), is_fused))
@@ -75,18 +77,19 @@ std::vector<float> Model::take_values(const std::string& name, std::vector<int64
   return values;
 }
 
-std::unique_ptr<Linear> Model::take_linear(const std::string& module, int64_t n, int64_t k) {
+std::unique_ptr<Linear> Model::take_linear(const std::string& module, int64_t n, int64_t k,
+                                           std::optional<ParallelStyle> style) {
   const Weight& weight = take(module + ".weight", {n, k});
   std::vector<float> bias;
   if (checkpoint_.find(module + ".bias") != nullptr) bias = take_values(module + ".bias", {n});
-  return make_linear(checkpoint_, weight, std::move(bias), workplace_);
+  return make_linear(checkpoint_, weight, std::move(bias), workplace_, 0, style);
 }
 
 void Model::take_feed_forward(const std::string& layer, Layer& result) {
   const int64_t hidden = config_.hidden_size, intermediate = config_.intermediate_size;
-  result.gate = take_linear(layer + "mlp.gate_proj", intermediate, hidden);
-  result.up = take_linear(layer + "mlp.up_proj", intermediate, hidden);
-  result.down = take_linear(layer + "mlp.down_proj", hidden, intermediate);
+  result.gate = take_linear(layer + "mlp.gate_proj", intermediate, hidden, ParallelStyle::colwise);
+  result.up = take_linear(layer + "mlp.up_proj", intermediate, hidden, ParallelStyle::colwise);
+  result.down = take_linear(layer + "mlp.down_proj", hidden, intermediate, ParallelStyle::rowwise);
 }
 
 void Model::take_experts(const std::string& layer, Layer& result) {

@@ -48,7 +48,8 @@ class Model {
 
   const halfbyte::Weight& take(const std::string& name, std::vector<int64_t> shape);
   std::vector<float> take_values(const std::string& name, std::vector<int64_t> shape);
-  std::unique_ptr<Linear> take_linear(const std::string& module, int64_t n, int64_t k);
+  std::unique_ptr<Linear> take_linear(const std::string& module, int64_t n, int64_t k,
+                                      std::optional<halfbyte::ParallelStyle> style = {});
   void take_feed_forward(const std::string& layer, Layer& result);
   void take_experts(const std::string& layer, Layer& result);
   void refuse_unused() const;
