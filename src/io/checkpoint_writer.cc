@@ -8,6 +8,7 @@
 #include "core/checks.h"
 #include "core/directory.h"
 #include "core/temporary.h"
+#include "cpu/parallel.h"
 #include "halfbyte/output.hpp"
 #include "halfbyte/version.hpp"
 #include "io/container.h"
@@ -408,10 +409,16 @@ void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
     missing += bytes - std::min(bytes, directory_->size_of(name).allocated);
   // First, as it takes no time where there is too little, and is all that some file systems can do.
   directory_->check_space(missing, planned.size());
-  for (const auto& [name, bytes] : planned) {
-    const OutputFile created(*directory_, name, bytes);
-    reporter_.poll();
-  }
+  // Memory file systems fill the space with zeros: a thread does 4 to 7 GB/s.
+  constexpr uint64_t kMany = uint64_t{1} << 30;
+  parallel_for(std::ssize(planned), 1, missing < kMany ? 1 : num_threads_,
+               [&](int64_t begin, int64_t end, int) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   const auto& [name, bytes] = planned[static_cast<size_t>(i)];
+                   const OutputFile created(*directory_, name, bytes);
+                   reporter_.poll();
+                 }
+               });
 }
 
 template <class Make>

@@ -107,6 +107,9 @@ class Quantizer {
 
   uint64_t source_bytes_of(size_t file) const;
   // Whether a file is verified and completed while the next one is written.
+  bool uses_cuda() const {
+    return std::ranges::any_of(devices_, [](Device device) { return device.kind == DeviceKind::cuda; });
+  }
   bool overlaps() const { return files_.names.size() > 1 && effective_threads(options_.num_threads) > 1; }
   Json identity() const;
   void resume_file(const Json& records, size_t file);
@@ -1222,8 +1225,10 @@ CheckpointReport Quantizer::run() {
       };
       for (size_t file = 0; file < files_.names.size(); ++file)
         if (writer.is_resumed(file)) resume_file(writer.records_of(file), file);
+      Background starting(uses_cuda());  // contexts and page-locked memory take as long as much to reserve
+      starting.start([&] { make_workers(); });
       writer.reserve(content);
-      make_workers();
+      starting.wait();
       share_ranges(writer);
       Background completion(overlaps());
       std::vector<size_t> mine;
