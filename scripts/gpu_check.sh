@@ -12,7 +12,7 @@
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
 # the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
 # bitsandbytes; model, which decodes with and trains a model of 8 B weights, beside dense and bitsandbytes; cliffs, which times products at many M and odd shapes; experts, which times those with the weights of experts
-# beside torch's grouped_mm; packs, which compiles every kernel, some minutes of all CPUs, and
+# beside torch's grouped_mm; parallel, which takes several devices: sums over them, and layers cut among them; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
@@ -168,6 +168,16 @@ section_model() {
   use_package || return 1
   python3 bench/peer_model.py | tee "$out/model.json"
 }
+# What needs two devices or more.
+section_parallel() {
+  use_package || return 1
+  local failed=0
+  "$tests" --gtest_filter='AllReduceCuda*' || failed=1
+  python3 -m pytest -q -p no:cacheprovider tests/pytorch/parallel_test.py tests/pytorch/distributed_test.py || failed=1
+  python3 -m pytest -q -p no:cacheprovider tests/llama_test.py -k cuda_devices || failed=1
+  "$HALFBYTE_CLI" bench tensor_parallel --device cuda:all --json "$out/parallel.json" --force || failed=1
+  return $failed
+}
 section_interop() { python3 tests/interop/transformers_check.py; }
 section_peer() {
   local peer code result=77
@@ -226,9 +236,9 @@ section_experts() {
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150 [model]=240)
+  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150 [model]=240 [parallel]=360)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench [model]=bench)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench [model]=bench [parallel]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do
@@ -261,7 +271,7 @@ for section in "${sections[@]}"; do
     *) result="FAIL ($code)" && failed=1 ;;
   esac
   { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
-  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|experts|layers)$ ]]; then
+  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|experts|layers|parallel)$ ]]; then
     cat "$log"
   elif ((code == 0)); then
     tail -n 6 "$log" | cut -c1-300
