@@ -133,6 +133,11 @@ class BlockWorkers {
     if (!plan.worker) plan.worker = std::make_unique<BlockWorker>(plan.device, plan.max_elements);
     return *plan.worker;
   }
+  // Makes those of CUDA devices now.
+  void start() {
+    for (size_t i = 0; i < plans_.size(); ++i)
+      if (plans_[i].device.kind == DeviceKind::cuda) (*this)[static_cast<int>(i)];
+  }
   void add_seconds(CheckpointReport& report) const {
     for (const Plan& plan : plans_) {
       if (!plan.worker) continue;
