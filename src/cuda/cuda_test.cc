@@ -746,9 +746,11 @@ TEST_F(CudaRuntime, stream_of_another_device_is_refused_by_name) {
   const std::string rule =
       ": USAGE: execution: stream must be of the primary context of cuda:0, got one of cuda:1";
   const auto told = lines(child.output());
-  EXPECT_EQ(told.size(), 23u) << child.output();
+  EXPECT_EQ(told.size(), 24u) << child.output();
   for (const std::string& line : told) EXPECT_TRUE(line.ends_with(rule)) << line;
 }
+
+TEST_F(CudaRuntime, shapes_that_share_a_kernel_keep_their_memory) { EXPECT_EQ(run({"shapes"}), "64 runs\n"); }
 
 // The driver takes copies on streams of every device, so a stream that it does not know is not taken for
 // ours.
@@ -758,7 +760,7 @@ TEST_F(CudaRuntime, stream_of_an_unknown_device_is_refused) {
                                        {"HALFBYTE_CUBLASLT", STUB_CUBLASLT}}));
   EXPECT_EQ(child.wait(), 0) << child.output();
   const auto told = lines(child.output());
-  EXPECT_EQ(told.size(), 23u) << child.output();
+  EXPECT_EQ(told.size(), 24u) << child.output();
   for (const std::string& line : told)
     EXPECT_TRUE(line.find(": DEVICE: cuStreamGetCtx: CUDA_ERROR_OF_STUB (400)") != std::string::npos) << line;
 }

@@ -2,6 +2,8 @@
 
 #include <cstring>
 #include <limits>
+#include <map>
+#include <mutex>
 
 #include "core/checks.h"
 
@@ -65,7 +67,13 @@ void launch(CUfunction function, const Grid& grid, void* stream, void* args, boo
 
 void allow_shared_bytes(CUfunction function, int shared_bytes) {
   constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+  static std::mutex& mutex = *new std::mutex;
+  static auto& allowed = *new std::map<CUfunction, int>;  // the most of each function: plans share them
+  const std::scoped_lock lock(mutex);
+  int& most = allowed[function];
+  if (shared_bytes <= most) return;
   check(driver().cuFuncSetAttribute(function, kMaxDynamicSharedBytes, shared_bytes), "cuFuncSetAttribute");
+  most = shared_bytes;
 }
 
 void launch(CUfunction function, Grid grid, void* stream, void* args) {

@@ -23,6 +23,7 @@ struct Grid {
 };
 
 // Before launches with more than 48 KB of dynamic shared memory; in the current context.
+// What other callers were given for the function stays.
 void allow_shared_bytes(CUfunction function, int shared_bytes);
 
 void launch(CUfunction function, Grid grid, void* stream, void* args);  // of the current context

@@ -8,6 +8,7 @@
 //   cuda_child memory BYTES             allocates, copies there and back
 //   cuda_child matmul                   products by cuBLASLt: how many were right
 //   cuda_child stream                   what comes of each call with a stream of another device
+//   cuda_child shapes                   products of several shapes that share a kernel, by turns
 //   cuda_child sticky                   an error that the device keeps, then everything else
 //
 // An Error is printed; its code is the exit code.
@@ -31,6 +32,7 @@
 #include "cuda/launch.h"
 #include "cuda/matmul.h"
 #include "formats/convert.h"
+#include "halfbyte/communicator.hpp"
 #include "halfbyte/device.hpp"
 #include "halfbyte/error.hpp"
 #include "halfbyte/observe.hpp"
@@ -204,6 +206,8 @@ void stream() {
   try_call("qgemm early",
            [&] { early.run(handle, workspace, {.x = x.view(), .weight = w.view(), .y = y.view()}); });
 
+  const std::vector<Communicator> members = Communicator::of_devices(std::vector<Device>(2, kDevice));
+  try_call("all_reduce", [&] { members[0].all_reduce(x.view(), handle); });
   try_call("quantize()", [&] { quantize(x.view(), QuantSpec(), {}, {.stream = handle}); });
   try_call("copy", [&] { copy(kDevice, y.data(), x.data(), 1, handle); });
   try_call("to", [&] { x.to({}, handle); });
@@ -213,6 +217,33 @@ void stream() {
   const cuda::Matmul matmul(cuda::context(0),
                             {.m = 1, .n = 1, .k = 1, .x_stride = 1, .w_stride = 1, .y_stride = 1}, 1 << 20);
   try_call("matmul", [&] { matmul.run(x.data(), x.data(), nullptr, y.data(), nullptr, handle); });
+}
+
+// They want different amounts of shared memory. A plan that says how much its kernel may take must leave
+// others theirs.
+void shapes() {
+  struct Product {
+    Tensor x, y;
+    PackedTensor weight;
+    QgemmPlan plan;
+    Memory workspace;
+  };
+  const QuantSpec spec{.format = Format::int4, .asymmetric = true, .group_size = 32};
+  std::vector<Product> products;
+  for (int64_t k = 16384; k > 0; k -= 512) {
+    const QgemmDescriptor d{.spec = spec, .m = 2, .n = 512, .k = k, .dtype = DType::f32};
+    const QgemmPlan plan = QgemmPlan::select(kDevice, d);
+    products.push_back({Tensor(kDevice, DType::f32, {d.m, k}), Tensor(kDevice, DType::f32, {d.m, d.n}),
+                        PackedTensor(spec, d.n, k, kDevice), plan, Memory(kDevice, plan.workspace_size())});
+  }
+  int num_runs = 0;
+  for (int round = 0; round < 2; ++round)
+    for (const Product& each : products) {
+      each.plan.run(nullptr, each.workspace,
+                    {.x = each.x.view(), .weight = each.weight.view(), .y = each.y.view()});
+      ++num_runs;
+    }
+  fmt::print("{} runs\n", num_runs);
 }
 
 int sticky() {
@@ -250,5 +281,6 @@ int main(int argc, char** argv) {
   if (words[0] == "memory") return report([&] { memory(std::stoll(words[1])); });
   if (words[0] == "matmul") return report(matmul);
   if (words[0] == "stream") return report(stream);
+  if (words[0] == "shapes") return report(shapes);
   return sticky();
 }

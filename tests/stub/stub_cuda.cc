@@ -42,7 +42,12 @@ int result_on(const Stream* stream) {
 // And its only function: cuda_child prints the hash of the image.
 struct Module {
   uint64_t hash;
+  unsigned most_shared_bytes = 48 << 10;  // dynamic, of a launch
 };
+int result_of_launch(const Module* function, unsigned shared_bytes) {
+  constexpr int kInvalidValue = 1;
+  return shared_bytes <= function->most_shared_bytes ? 0 : kInvalidValue;
+}
 
 }  // namespace
 
@@ -197,15 +202,20 @@ int cuModuleGetFunction(const Module** function, Module* module, const char*) {
   *function = module;
   return sticky;
 }
-int cuFuncSetAttribute(void*, int, int) { return sticky; }
-int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                   Stream* stream, void**, void**) {
+int cuFuncSetAttribute(Module* function, int attribute, int value) {
+  if (attribute == 8) function->most_shared_bytes = static_cast<unsigned>(value);
+  return sticky;
+}
+int cuLaunchKernel(Module* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                   unsigned shared_bytes, Stream* stream, void**, void**) {
   if (const int result = result_on(stream); result != 0) return result;
+  if (const int result = result_of_launch(function, shared_bytes); result != 0) return result;
   return sticky = stub::number("STUB_CUDA_STICKY", 0);
 }
-int cuLaunchKernelEx(const halfbyte::cuda::CUlaunchConfig* config, void*, void**, void**) {
+int cuLaunchKernelEx(const halfbyte::cuda::CUlaunchConfig* config, Module* function, void**, void**) {
   if (const int result = result_on(reinterpret_cast<const Stream*>(config->stream)); result != 0)
     return result;
+  if (const int result = result_of_launch(function, config->shared_bytes); result != 0) return result;
   return sticky = stub::number("STUB_CUDA_STICKY", 0);
 }
 
