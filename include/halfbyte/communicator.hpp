@@ -34,9 +34,8 @@ class Communicator {
   static constexpr size_t kIdBytes = 128;
 
   // A group within this process: a member for each device, in their order. All are of one kind. The CPU may
-  // be given several times; a CUDA device too, which is for tests, and only with Transport::peer or
-  // automatic. Throws Error(usage) for other lists, and Error(device) where the devices cannot reach each
-  // other in this way, saying what is missing.
+  // be given several times, CUDA devices differ. Throws Error(usage) for other lists, and Error(device) where
+  // the devices cannot reach each other in this way, saying what is missing.
   HALFBYTE_API static std::vector<Communicator> of_devices(std::span<const Device> devices,
                                                            Transport transport = Transport::automatic);
   // A group of processes, each with one CUDA device, by NCCL: one process creates the id and hands it to the

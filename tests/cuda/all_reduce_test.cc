@@ -1,4 +1,4 @@
-// Groups of CUDA devices: as many as there are. Two members on one device stand in where there is one.
+// Groups of CUDA devices: of all that there are, and at least two.
 #include "cuda/graph.h"
 #include "cuda/nccl.h"
 #include "harness.h"
@@ -14,17 +14,20 @@ std::vector<Device> all_devices() {
   for (int i = 0; i < cuda::num_devices(); ++i) devices.push_back({DeviceKind::cuda, i});
   return devices;
 }
-// Of one device, several members.
-std::vector<Device> some_devices() {
-  std::vector<Device> devices = all_devices();
-  if (devices.size() == 1) devices.resize(3, devices.front());
-  return devices;
-}
 
-using AllReduceCuda = testing::CudaTest;
+class AllReduceCuda : public testing::CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    devices = all_devices();
+    if (devices.size() < 2) GTEST_SKIP() << "needs two devices";
+  }
+  std::vector<Device> devices;
+};
 
 TEST_F(AllReduceCuda, SumsByPeerMemory) {
-  const std::vector<Communicator> members = Communicator::of_devices(some_devices(), Transport::peer);
+  const std::vector<Communicator> members = Communicator::of_devices(devices, Transport::peer);
   EXPECT_EQ(members[0].transport(), "peer memory");
   uint64_t seed = 0;
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
@@ -34,8 +37,6 @@ TEST_F(AllReduceCuda, SumsByPeerMemory) {
 }
 
 TEST_F(AllReduceCuda, SumsByNccl) {
-  const std::vector<Device> devices = all_devices();
-  if (devices.size() < 2) GTEST_SKIP() << "needs two devices";
   ASSERT_EQ(cuda::find_nccl().problem, "");
   const std::vector<Communicator> members = Communicator::of_devices(devices, Transport::nccl);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
@@ -44,7 +45,6 @@ TEST_F(AllReduceCuda, SumsByNccl) {
 
 // What processes do: by an id.
 TEST_F(AllReduceCuda, ConnectsByAnId) {
-  const std::vector<Device> devices = all_devices();
   if (!cuda::find_nccl().problem.empty()) GTEST_SKIP() << cuda::find_nccl().problem;
   const std::string id = Communicator::create_id();
   const auto size = static_cast<int>(devices.size());
@@ -69,7 +69,7 @@ TEST_F(AllReduceCuda, ConnectsByAnId) {
 // Runs follow each other without a wait, in graphs too, of sizes that differ: no line is read before it is
 // written, or after it is written again.
 TEST_F(AllReduceCuda, ManyInARowAndInGraphs) {
-  const std::vector<Communicator> members = Communicator::of_devices(some_devices());
+  const std::vector<Communicator> members = Communicator::of_devices(devices);
   const auto size = static_cast<float>(members.size());
   const auto errors = run_members(members, [&](const Communicator& member) {
     const Device device = member.device();
@@ -113,12 +113,11 @@ TEST_F(AllReduceCuda, ManyInARowAndInGraphs) {
 }
 
 TEST_F(AllReduceCuda, PartsGiveTheProductOfOneDevice) {
-  testing::expect_parallel_products(Communicator::of_devices(some_devices()), std::vector<int64_t>{1, 5, 70});
+  testing::expect_parallel_products(Communicator::of_devices(devices), std::vector<int64_t>{1, 5, 70});
 }
 
 // A kernel that waits for a member that will not come ends, and the device is as before.
 TEST_F(AllReduceCuda, AbortEndsWhatWaits) {
-  std::vector<Device> devices = some_devices();
   const std::vector<Communicator> members = Communicator::of_devices(devices, Transport::peer);
   const Stream stream(devices[1]);
   const Memory memory(devices[1], 4096);
@@ -133,13 +132,12 @@ TEST_F(AllReduceCuda, AbortEndsWhatWaits) {
 TEST_F(AllReduceCuda, RefusesWhatOnlyTheDeviceKnows) {
   const std::vector<Device> twice(2, testing::kCuda);
   try {
-    Communicator::of_devices(twice, Transport::nccl);
+    Communicator::of_devices(twice);
     ADD_FAILURE();
   } catch (const Error& error) {
-    EXPECT_EQ(std::string(error.what()),
-              "communicator: devices must differ with transport nccl, got cuda:0,cuda:0");
+    EXPECT_EQ(std::string(error.what()), "communicator: CUDA devices must differ, got cuda:0,cuda:0");
   }
-  const std::vector<Communicator> members = Communicator::of_devices(twice);
+  const std::vector<Communicator> members = Communicator::of_devices(devices);
   float on_host = 0;
   EXPECT_THROW(members[0].all_reduce({&on_host, DType::f32, {1}, {}, testing::kCuda}), Error);
 }

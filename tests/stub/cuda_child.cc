@@ -206,7 +206,8 @@ void stream() {
   try_call("qgemm early",
            [&] { early.run(handle, workspace, {.x = x.view(), .weight = w.view(), .y = y.view()}); });
 
-  const std::vector<Communicator> members = Communicator::of_devices(std::vector<Device>(2, kDevice));
+  const std::vector<Communicator> members =
+      Communicator::of_devices(std::vector<Device>{kDevice, {DeviceKind::cuda, 1}}, Transport::peer);
   try_call("all_reduce", [&] { members[0].all_reduce(x.view(), handle); });
   try_call("quantize()", [&] { quantize(x.view(), QuantSpec(), {}, {.stream = handle}); });
   try_call("copy", [&] { copy(kDevice, y.data(), x.data(), 1, handle); });

@@ -23,7 +23,6 @@ struct Communicator::Impl {
   virtual void abort() = 0;
 };
 
-// Of CUDA devices that differ, unless transport is peer or automatic.
 std::vector<std::shared_ptr<Communicator::Impl>> communicators_of_cuda(std::span<const Device> devices,
                                                                        Transport transport);
 std::shared_ptr<Communicator::Impl> connect_cuda(Device device, const std::string& id, int rank, int size);

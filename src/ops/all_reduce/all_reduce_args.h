@@ -19,10 +19,11 @@ struct alignas(16) AllReduceLine {
 inline constexpr int kLineThreads = 256, kMostLineBlocks = 96;
 inline constexpr formats::i64 kMostLines = 32768;  // of a run
 
-// Blocks that wait for each other: a flag for each, behind its data.
-inline constexpr int kChunkThreads = 512, kMostChunkBlocks = 128;
-// Of x in a run: of three members and more, in pieces; else.
-inline constexpr formats::i64 kMostChunkBytes = 4 << 20, kMostWholeBytes = 2 << 20;
+// Blocks that wait for each other: a flag for each, behind its data, of which a thread holds so many vectors
+// of 16 bytes.
+inline constexpr int kChunkThreads = 512, kChunkVectors = 2, kMostChunkBlocks = 128;
+inline constexpr formats::i64 kMostChunkBytes =
+    4 << 20;  // of x in a run: of pieces, whose sums lie behind what others write
 
 // Of one member, in memory of its device.
 struct AllReduceState {

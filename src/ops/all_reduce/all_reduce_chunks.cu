@@ -58,9 +58,9 @@ __device__ __forceinline__ bool exchange(const AllReduceArgs& args, u32 run, int
 }
 
 // Of a chunk, those of a thread, all in registers at once; and of how many members at once.
-constexpr int kVectors = 2, kBatch = 4;
-static_assert((kPieces ? kMostChunkBytes / 2 : kMostWholeBytes) <=
-              i64{16} * kMostChunkBlocks * kChunkThreads * kVectors);
+constexpr int kVectors = kChunkVectors, kBatch = 4;
+static_assert(kMostChunkBytes / 2 <=
+              i64{16} * kMostChunkBlocks * kChunkThreads * kVectors);  // two members and more
 
 extern "C" __global__ void __launch_bounds__(kChunkThreads, 1)
     all_reduce_chunks(const __grid_constant__ AllReduceArgs args) {

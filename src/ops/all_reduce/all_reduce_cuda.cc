@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
 #include "core/arithmetic.h"
 #include "core/checks.h"
@@ -131,8 +130,9 @@ struct PeerMember {
     for (int64_t left = num_elements(x) * size, now = 0; left > 0; at += now, left -= now) {
       const bool by_lines = left * others <= kMostLineBytes || left < 16;
       const bool pieces = !by_lines && left * others * (others - 1) / args.size > kExchangeBytes;
+      constexpr int64_t kInRegisters = int64_t{kMostChunkBlocks} * kChunkThreads * kChunkVectors * 16;
       now = by_lines ? std::min<int64_t>(left, 8 * kMostLines)
-                     : std::min<int64_t>(left / 16 * 16, pieces ? kMostChunkBytes : kMostWholeBytes);
+                     : std::min<int64_t>(left / 16 * 16, pieces ? kMostChunkBytes : kInRegisters);
       const cuda::CUfunction function = by_lines ? kernels.lines : pieces ? kernels.pieces : kernels.chunks;
       const int threads = by_lines ? kLineThreads : kChunkThreads;
       const int64_t blocks = ceil_div(ceil_div(now, by_lines ? 8 : pieces ? 16 * args.size : 16), threads);
@@ -234,22 +234,25 @@ struct CudaMember : Communicator::Impl {
 
 std::vector<std::shared_ptr<Communicator::Impl>> communicators_of_cuda(std::span<const Device> devices,
                                                                        Transport transport) {
-  for (const Device& device : devices) check_device(device);
-  std::set<int> indices;
-  for (const Device& device : devices) indices.insert(device.index);
-  const bool differ = indices.size() == devices.size();
-  HALFBYTE_CHECK(differ || transport != Transport::nccl, usage,
-                 "communicator: devices must differ with transport nccl, got {}", to_string(devices));
+  for (const Device& device : devices) {
+    check_device(device);
+    // Members would wait for each other: what allocates or loads for one of them waits for the device.
+    HALFBYTE_CHECK(std::ranges::count(devices, device) == 1, usage,
+                   "communicator: CUDA devices must differ, got {}", to_string(devices));
+  }
   std::shared_ptr<PeerGroup> peers;
   if (transport != Transport::nccl) {
     const std::string problem = enable_peers(devices);
-    HALFBYTE_CHECK(problem.empty() || (differ && transport == Transport::automatic), device,
-                   "communicator: {}", problem);
+    HALFBYTE_CHECK(problem.empty() || transport == Transport::automatic, device, "communicator: {}", problem);
     if (problem.empty()) peers = make_peers(devices);
   }
   std::shared_ptr<NcclGroup> of_nccl;
-  const bool may = differ && devices.size() > 1 && transport != Transport::peer;
-  if (may && (!peers || cuda::find_nccl().problem.empty())) of_nccl = make_nccl(devices);
+  const bool may = devices.size() > 1 && transport != Transport::peer;
+  if (may && (!peers || cuda::find_nccl().problem.empty())) try {
+      of_nccl = make_nccl(devices);
+    } catch (const Error&) {
+      if (!peers) throw;  // it is there, and cannot be used
+    }
 
   std::vector<std::shared_ptr<Communicator::Impl>> members;
   for (size_t i = 0; i < devices.size(); ++i) {
