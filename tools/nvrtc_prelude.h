@@ -60,4 +60,5 @@ __device__ float exp(float x);
 __device__ double exp(double x);
 template <class T>
 __device__ T atomicAdd(T* to, T value);
+__device__ unsigned atomicInc(unsigned* to, unsigned last);
 __device__ long long clock64();
