@@ -25,9 +25,10 @@ enum class Transport : uint8_t {
 HALFBYTE_API const char* to_string(Transport transport);  // "auto" "peer" "nccl"
 HALFBYTE_API Transport parse_transport(std::string_view word);
 
-// One member of a group. Copies share it. All members make the same calls in the same order; a call of one
-// may wait for those of the others, so each member has a thread or process of its own. A member is used by
-// one thread at a time, and on a CUDA device on one stream at a time.
+// One member of a group. Copies share it; what it has enqueued must be done before the last one goes. All
+// members make the same calls in the same order; a call of one may wait for those of the others, so each
+// member has a thread or process of its own. A member is used by one thread at a time, and on a CUDA device
+// on one stream at a time.
 class Communicator {
  public:
   // What NCCL calls a unique id: this many bytes.
@@ -47,7 +48,7 @@ class Communicator {
   HALFBYTE_API int rank() const;
   HALFBYTE_API int size() const;
   HALFBYTE_API Device device() const;
-  // How data goes: "threads"; "peer memory to 1048576 bytes, NCCL 2.27.7".
+  // How data goes: "threads"; "peer memory to 8388608 bytes, NCCL 2.28.3"; "none", of one device.
   HALFBYTE_API const std::string& transport() const;
 
   // x of every member becomes the sum of all. x: f32, bf16 or f16, contiguous, of the same dtype and number

@@ -16,6 +16,7 @@ namespace {
 using cuda::Context;
 
 constexpr const char* kAborted = "all_reduce: abort() has ended the group";
+
 cuda::KernelSpec lines_kernel(DType dtype) {
   return {"ops/all_reduce/all_reduce_lines.cu", "all_reduce_lines",
           cuda::config_text(cuda::element_config(dtype))};
@@ -261,7 +262,7 @@ std::vector<std::shared_ptr<Communicator::Impl>> communicators_of_cuda(std::span
     const cuda::Scope scope(*member->context);
     if (peers) member->peer.emplace(peers, *member->context, static_cast<int>(i));
     if (of_nccl) member->nccl = NcclMember{of_nccl, of_nccl->comms[i]};
-    member->transport = peers ? "peer memory" : "";
+    member->transport = peers ? "peer memory" : of_nccl ? "" : "none";
     if (peers && of_nccl) member->transport += fmt::format(" to {} bytes, ", kMostPeerBytes);
     if (of_nccl) member->transport += nccl_text();
     members.push_back(std::move(member));
