@@ -50,6 +50,7 @@ END
   trap "kill ${pids[*]} 2>/dev/null; wait; rm -rf '$work'" EXIT
   for ((tries = 0; tries < 60; ++tries)); do
     if [[ $(sinfo -h -o %t 2>/dev/null) == idle ]]; then
+      timeout 30 srun -n 2 true || unavailable "Slurm starts no processes here"
       "$@"
       return
     fi
