@@ -477,7 +477,7 @@ def kinds(document):
     return {row["kind"]: row["layers"] for row in document["products"]}
 
 
-@pytest.mark.parametrize("options", ["nf4", "int4 --group-size 32 --asymmetric", "affine4 --group-size 32", "int8 --granularity channel",
+@pytest.mark.parametrize("options", ["nf4", "int4 --group-size 32 --asymmetric", "affine4 --group-size 32", "int8 --group-size channel",
                                      "nvfp4"])
 def test_parts_give_the_loss_of_the_whole(options, halfbyte, tmp_path):
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", *options.split())
@@ -495,7 +495,7 @@ def test_parts_give_the_loss_of_the_whole(options, halfbyte, tmp_path):
 
 def test_biases_are_added_once(halfbyte, tmp_path):
     make_model(tmp_path / "dense", biases="qkvogud")
-    halfbyte("quantize", tmp_path / "dense", "-o", tmp_path / "model", "--format", "int8", "--granularity", "channel")
+    halfbyte("quantize", tmp_path / "dense", "-o", tmp_path / "model", "--format", "int8", "--group-size", "channel")
     whole, parts = (evaluate(tmp_path / "model", "--tensor-parallel", members) for members in (1, 2))
     assert parts["eval"]["nats_per_byte"] == pytest.approx(whole["eval"]["nats_per_byte"], abs=2e-6)
     assert kinds(parts)["fused, colwise"] > 0
