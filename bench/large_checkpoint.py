@@ -73,13 +73,15 @@ def tensors(fp8):
 def make(directory, fp8, most_bytes=None):
     """Files of about FILE_BYTES. Without most_bytes holes, else random finite values."""
     directory.mkdir()
-    files, total = [[]], 0
+    files, in_file, total = [[]], 0, 0
     for tensor in tensors(fp8):
         if most_bytes and total >= most_bytes:
             break
-        if sum(each[3] for each in files[-1][-1:]) and sum(each[3] for each in files[-1]) > FILE_BYTES:
+        if in_file > FILE_BYTES:
             files.append([])
+            in_file = 0
         files[-1].append(tensor)
+        in_file += tensor[3]
         total += tensor[3]
     index = {}
 
@@ -165,6 +167,8 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--format", default="nf4")
     options = parser.parse_args()
+    if options.bytes < 3e9:
+        parser.error("--bytes: must be at least 3e9: the embedding comes first, 1.9 GB")
     work = Path(tempfile.mkdtemp(dir=options.directory))
     try:
         for fp8 in (True, False):

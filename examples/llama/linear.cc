@@ -193,7 +193,8 @@ class ParallelLinear : public Linear {
     std::vector<float> x, y;
   };
 
-  // Each member in a thread of its own; may_wait: for others, in `body`. Throws what the first of them threw.
+  // Each member in a thread of its own; may_wait: for others, in `body`. Throws what the first threw that
+  // no other one has ended.
   void for_each_member(bool may_wait,
                        const std::function<void(const Communicator&, Workplace&, Part&)>& body) {
     std::vector<std::exception_ptr> errors(parts_.size());
@@ -208,8 +209,10 @@ class ParallelLinear : public Linear {
         }
       });
     for (std::thread& thread : threads) thread.join();
+    std::exception_ptr thrown;
     for (const std::exception_ptr& error : errors)
-      if (error && !is_cancelled(error)) std::rethrow_exception(error);
+      if (error && (!thrown || is_cancelled(thrown))) thrown = error;
+    if (thrown) std::rethrow_exception(thrown);
   }
   // By the failure of another member.
   static bool is_cancelled(const std::exception_ptr& thrown) {

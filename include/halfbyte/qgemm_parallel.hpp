@@ -34,7 +34,7 @@ class HALFBYTE_API ParallelQgemmPlan {
  public:
   // `descriptor` is of this member's part: rowwise, k is the number of its columns; colwise, n that of its
   // rows. bias and accumulate are the same for all members: summands are added to them once. Throws as
-  // QgemmPlan::select, and Error(usage) for a dtype that all_reduce does not take.
+  // QgemmPlan::select.
   static ParallelQgemmPlan select(const Communicator& group, const QgemmDescriptor& descriptor,
                                   ParallelStyle style, const PlanPreference& preference = {});
 

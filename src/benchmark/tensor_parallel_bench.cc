@@ -50,10 +50,7 @@ class Member {
       std::vector<uint16_t> scaled = pool;
       for (uint16_t& value : scaled)
         value = formats::f32_to_bf16(formats::bf16_to_f32(value) / std::sqrt(static_cast<float>(shape.k)));
-      const int64_t pool_bytes = std::ssize(scaled) * 2;
-      for (int64_t at = 0; at < dense.num_bytes(); at += pool_bytes)
-        copy(device, dense.data() + at, scaled.data(), std::min(pool_bytes, dense.num_bytes() - at),
-             stream_.handle());
+      fill(dense, scaled);
       const TensorView view{dense.data(), kDType, {n, k}, {}, device};
       for (int layer = 0; layer < kLayers; ++layer)
         weights_.push_back(
@@ -80,10 +77,7 @@ class Member {
     }
     x_ = Memory(device, m * kHidden * 2);
     workspace_ = Memory(device, workspace_bytes);
-    const int64_t num_bytes = std::ssize(x_values_) * 2;
-    for (int64_t at = 0; at < x_.num_bytes(); at += num_bytes)
-      copy(device, x_.data() + at, x_values_.data(), std::min(num_bytes, x_.num_bytes() - at),
-           stream_.handle());
+    fill(x_, x_values_);
     m_ = m;
     enqueue_layers();  // NCCL connects members when they first meet
     stream_.synchronize();
@@ -100,6 +94,13 @@ class Member {
   const Sku& sku() const { return plans_.front().sku(); }
 
  private:
+  // The pool, over and over.
+  void fill(const Memory& memory, std::span<const uint16_t> pool) const {
+    const auto num_bytes = static_cast<int64_t>(pool.size_bytes());
+    for (int64_t at = 0; at < memory.num_bytes(); at += num_bytes)
+      copy(group_.device(), memory.data() + at, pool.data(), std::min(num_bytes, memory.num_bytes() - at),
+           stream_.handle());
+  }
   void run(const cuda::Graph& graph, int times) const {
     const cuda::Scope scope(cuda::context(group_.device().index));
     for (int i = 0; i < times; ++i) graph.launch(stream_.handle());

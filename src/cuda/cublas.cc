@@ -35,16 +35,8 @@ std::string load(const std::string& name, CublasLt& found) {
 
 template <class Found>
 Found search(const char* what, const char* variable, std::span<const char* const> names) {
-  std::string tried;
-  for (const std::string& name : library_candidates(variable, names)) {
-    Found found;
-    const std::string problem = load(name, found);
-    if (problem.empty()) return found;
-    tried += (tried.empty() ? "" : "; ") + problem;
-  }
-  Found none;
-  none.problem = fmt::format("no {} ({} may give its path). Tried: {}", what, variable, tried);
-  return none;
+  return search_libraries<Found>(what, variable, names,
+                                 [](const std::string& name, Found& found) { return load(name, found); });
 }
 
 }  // namespace

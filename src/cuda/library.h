@@ -45,6 +45,23 @@ std::string environment(const char* name);
 // python3 on PATH, /usr/local, /usr and ~/.local.
 std::vector<std::string> library_candidates(const char* variable, std::span<const char* const> names);
 
+// The first of library_candidates of which `load(name, found)` says no problem; else a Found whose `problem`
+// is what was tried. `what`: "cuBLAS".
+template <class Found, class Load>
+Found search_libraries(const std::string& what, const char* variable, std::span<const char* const> names,
+                       const Load& load) {
+  std::string tried;
+  for (const std::string& name : library_candidates(variable, names)) {
+    Found found;
+    const std::string problem = load(name, found);
+    if (problem.empty()) return found;
+    tried += (tried.empty() ? "" : "; ") + problem;
+  }
+  Found none;
+  none.problem = "no " + what + " (" + variable + " may give its path). Tried: " + tried;
+  return none;
+}
+
 // 13000 -> "13.0": versions of CUDA are 1000 * major + 10 * minor.
 std::string version_text(int version);
 

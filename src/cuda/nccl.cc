@@ -23,18 +23,8 @@ std::string load(const std::string& name, Nccl& found) {
 
 Nccl search() {
   setenv("NCCL_NVLS_ENABLE", "0", 0);  // NOLINT(concurrency-mt-unsafe): NCCL reads it so, once
-  constexpr const char* kVariable = "HALFBYTE_NCCL";
   constexpr const char* kNames[] = {"libnccl.so.2", "libnccl.so"};
-  std::string tried;
-  for (const std::string& name : library_candidates(kVariable, kNames)) {
-    Nccl found;
-    const std::string problem = load(name, found);
-    if (problem.empty()) return found;
-    tried += (tried.empty() ? "" : "; ") + problem;
-  }
-  Nccl none;
-  none.problem = fmt::format("no NCCL ({} may give its path). Tried: {}", kVariable, tried);
-  return none;
+  return search_libraries<Nccl>("NCCL", "HALFBYTE_NCCL", kNames, load);
 }
 
 }  // namespace

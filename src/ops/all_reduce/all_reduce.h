@@ -9,6 +9,8 @@
 
 namespace halfbyte {
 
+inline constexpr const char* kGroupAborted = "all_reduce: abort() has ended the group";
+
 struct Communicator::Impl {
   int rank = 0, size = 1;
   Device device;

@@ -15,8 +15,6 @@ namespace {
 
 using cuda::Context;
 
-constexpr const char* kAborted = "all_reduce: abort() has ended the group";
-
 cuda::KernelSpec lines_kernel(DType dtype) {
   return {"ops/all_reduce/all_reduce_lines.cu", "all_reduce_lines",
           cuda::config_text(cuda::element_config(dtype))};
@@ -217,7 +215,7 @@ struct CudaMember : Communicator::Impl {
   void all_reduce(const TensorView& x, void* stream) override {
     if (size == 1 || num_elements(x) == 0) return;
     const bool aborted = (peer && peer->group->aborted_word() != 0) || (nccl && nccl->group->aborted);
-    HALFBYTE_CHECK(!aborted, cancelled, "{}", kAborted);
+    HALFBYTE_CHECK(!aborted, cancelled, "{}", kGroupAborted);
     const cuda::Scope scope(*context);
     cuda::check_stream(stream);
     if (peer && (!nccl || num_elements(x) * size_of(x.dtype) <= kMostPeerBytes))

@@ -1,12 +1,10 @@
 // Groups under test, on the CPU and on CUDA devices: a thread for each member.
 #pragma once
 
-#include <cstring>
 #include <functional>
 #include <random>
 #include <thread>
 
-#include "formats/convert.h"
 #include "halfbyte/qgemm_parallel.hpp"
 #include "ops/testing.h"
 
@@ -29,30 +27,14 @@ inline std::vector<std::string> run_members(std::span<const Communicator> member
   return errors;
 }
 
-inline std::vector<uint8_t> encoded(std::span<const float> values, DType dtype) {
-  std::vector<uint8_t> bytes(values.size() * static_cast<size_t>(size_of(dtype)));
-  for (size_t i = 0; i < values.size(); ++i) {
-    const uint16_t half =
-        dtype == DType::f16 ? formats::f32_to_f16(values[i]) : formats::f32_to_bf16(values[i]);
-    if (dtype == DType::f32)
-      std::memcpy(&bytes[4 * i], &values[i], 4);
-    else
-      std::memcpy(&bytes[2 * i], &half, 2);
-  }
-  return bytes;
-}
-inline std::vector<float> decoded(std::span<const uint8_t> bytes, DType dtype) {
-  std::vector<float> values(bytes.size() / static_cast<size_t>(size_of(dtype)));
-  for (size_t i = 0; i < values.size(); ++i) {
-    uint16_t half = 0;
-    if (dtype == DType::f32) {
-      std::memcpy(&values[i], &bytes[4 * i], 4);
-      continue;
-    }
-    std::memcpy(&half, &bytes[2 * i], 2);
-    values[i] = dtype == DType::f16 ? formats::f16_to_f32(half) : formats::bf16_to_f32(half);
-  }
+inline Values values_of(std::span<const float> list, DType dtype) {
+  Values values;
+  values.dtype = dtype;
+  for (const float value : list) values.push_back(value);
   return values;
+}
+inline std::vector<uint8_t> encoded(std::span<const float> list, DType dtype) {
+  return values_of(list, dtype).bytes;
 }
 
 // Bytes on a device, `offset` bytes behind a multiple of 256, and back.
@@ -80,10 +62,13 @@ inline void expect_sum(std::span<const Communicator> members, DType dtype, int64
   for (size_t rank = 0; rank < members.size(); ++rank) {
     std::vector<float> values(static_cast<size_t>(count));
     for (float& value : values) value = exact ? static_cast<float>(random() % 15) - 7 : normal(random);
-    inputs.push_back(encoded(values, dtype));
-    values = decoded(inputs.back(), dtype);
+    const Values input = values_of(values, dtype);
+    inputs.push_back(input.bytes);
     sums.resize(values.size());
-    for (size_t i = 0; i < values.size(); ++i) sums[i] = rank == 0 ? values[i] : sums[i] + values[i];
+    for (size_t i = 0; i < values.size(); ++i) {
+      const auto value = static_cast<float>(input.exact[i]);
+      sums[i] = rank == 0 ? value : sums[i] + value;
+    }
   }
   const std::vector<uint8_t> expected = encoded(sums, dtype);
   std::vector<std::vector<uint8_t>> actual(members.size());

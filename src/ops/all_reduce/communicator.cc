@@ -7,13 +7,15 @@
 
 #include "core/checks.h"
 #include "core/tensor_check.h"
+#include "core/words.h"
 #include "formats/convert.h"
 #include "ops/all_reduce/all_reduce.h"
 
 namespace halfbyte {
 namespace {
 
-constexpr const char* kAborted = "all_reduce: abort() has ended the group";
+constexpr std::array<Word<Transport>, 3> kTransports{
+    {{Transport::automatic, "auto"}, {Transport::peer, "peer"}, {Transport::nccl, "nccl"}}};
 
 // ---- Threads
 
@@ -25,8 +27,8 @@ class Meeting {
   // Waits until all have come, or throws after abort(): then nobody goes on.
   void begin() {
     std::unique_lock lock(mutex_);
-    HALFBYTE_CHECK(!aborted_, cancelled, "{}", kAborted);
-    HALFBYTE_CHECK(come(lock, true), cancelled, "{}", kAborted);
+    HALFBYTE_CHECK(!aborted_, cancelled, "{}", kGroupAborted);
+    HALFBYTE_CHECK(come(lock, true), cancelled, "{}", kGroupAborted);
   }
   // The same of who has begun together, whatever happens: they work in each other's memory.
   void end() {
@@ -124,23 +126,8 @@ struct ThreadMember : Communicator::Impl {
 
 // ---- All
 
-const char* to_string(Transport transport) {
-  switch (transport) {
-    case Transport::automatic:
-      return "auto";
-    case Transport::peer:
-      return "peer";
-    case Transport::nccl:
-      return "nccl";
-  }
-  HALFBYTE_FAIL(usage, "transport: no such value, {}", static_cast<int>(transport));
-}
-
-Transport parse_transport(std::string_view word) {
-  for (const Transport transport : {Transport::automatic, Transport::peer, Transport::nccl})
-    if (word == to_string(transport)) return transport;
-  HALFBYTE_FAIL(usage, "transport must be auto, peer or nccl, got \"{}\"", word);
-}
+const char* to_string(Transport transport) { return word_of(kTransports, transport); }
+Transport parse_transport(std::string_view word) { return value_of(kTransports, word, "transport"); }
 
 std::vector<Communicator> Communicator::of_devices(std::span<const Device> devices, Transport transport) {
   HALFBYTE_CHECK(!devices.empty(), usage, "communicator: devices must not be empty");

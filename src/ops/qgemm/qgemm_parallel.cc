@@ -1,18 +1,17 @@
 #include "halfbyte/qgemm_parallel.hpp"
 
-#include "core/checks.h"
+#include "core/words.h"
 
 namespace halfbyte {
 
-const char* to_string(ParallelStyle style) {
-  switch (style) {
-    case ParallelStyle::colwise:
-      return "colwise";
-    case ParallelStyle::rowwise:
-      return "rowwise";
-  }
-  HALFBYTE_FAIL(usage, "parallel style: no such value, {}", static_cast<int>(style));
-}
+namespace {
+
+constexpr std::array<Word<ParallelStyle>, 2> kStyles{
+    {{ParallelStyle::colwise, "colwise"}, {ParallelStyle::rowwise, "rowwise"}}};
+
+}  // namespace
+
+const char* to_string(ParallelStyle style) { return word_of(kStyles, style); }
 
 Slice part_of(int axis, int64_t extent, int64_t unit, int rank, int size) {
   HALFBYTE_CHECK(0 <= rank && rank < size, usage, "part_of: rank must be from 0 to size - 1, got {} of {}",
