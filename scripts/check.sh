@@ -276,7 +276,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p build/check
 export -f lint_unit lint_kernel
 echo "Seed $seed (--seed $seed chooses the same again); full: $full"
-table=() logs=() failed=0
+table=() logs=() failures=() failed=0
 for stage in "${chosen[@]}"; do
   say "$stage"
   log=build/check/$stage.log start=$SECONDS
@@ -287,12 +287,16 @@ for stage in "${chosen[@]}"; do
   set -e
   logs+=("$log")
   result=pass
-  if ((code != 0)); then result="FAIL" failed=1; fi
+  if ((code != 0)); then result="FAIL" failed=1 failures+=("$log"); fi
   cpu_seconds
   table+=("$(printf '%-12s %-5s %5d s, %5d s of CPU' "$stage" "$result" $((SECONDS - start)) $((cpu - cpu_start)))")
   echo "${table[-1]}"
 done
 
+for log in "${failures[@]}"; do  # again, where they are found
+  say "The end of $log"
+  tail -n 40 "$log"
+done
 say "Summary"
 printf '%s\n' "${table[@]}"
 count_tests "${logs[@]}"

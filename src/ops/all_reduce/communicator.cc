@@ -2,7 +2,7 @@
 #include "halfbyte/communicator.hpp"
 
 #include <algorithm>
-#include <condition_variable>
+#include <atomic>
 #include <mutex>
 
 #include "core/checks.h"
@@ -38,7 +38,7 @@ class Meeting {
   void abort() {
     const std::scoped_lock lock(mutex_);
     aborted_ = true;
-    all_here_.notify_all();
+    wake();
   }
 
   std::vector<TensorView> tensors;  // of each rank
@@ -47,17 +47,28 @@ class Meeting {
   bool come(std::unique_lock<std::mutex>& lock, bool may_end) {
     const uint64_t round = num_rounds_;
     if (++num_here_ < tensors.size()) {
-      all_here_.wait(lock, [&] { return num_rounds_ != round || (may_end && aborted_); });
+      while (num_rounds_ == round && !(may_end && aborted_)) {
+        const int seen = num_wakes_;
+        lock.unlock();
+        num_wakes_.wait(seen);
+        lock.lock();
+      }
       return num_rounds_ != round;
     }
     num_here_ = 0;
     ++num_rounds_;
-    all_here_.notify_all();
+    wake();
     return true;
   }
+  void wake() {
+    ++num_wakes_;
+    num_wakes_.notify_all();
+  }
 
+  // The number of wakes is what threads wait for: std::condition_variable::wait needs a libstdc++ that
+  // manylinux_2_34 does not have.
+  std::atomic<int> num_wakes_ = 0;
   std::mutex mutex_;
-  std::condition_variable all_here_;
   size_t num_here_ = 0;
   uint64_t num_rounds_ = 0;
   bool aborted_ = false;
