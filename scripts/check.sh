@@ -110,11 +110,30 @@ stage_lint() {  # clang-tidy over kernels, changed units, and a part of the othe
   return $failed
 }
 
-stage_sanitizers() {  # unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer
+stage_arm() {  # unit tests of what computes, on ARM with NEON, under emulation; hashes of what every op gives
+  install_packages "${packages[@]}" g++-aarch64-linux-gnu qemu-user
+  make_arm_root
+  choose_units src/{cpu,formats} -- src/{core,grouped,ops}
+  cmake --preset arm -DHALFBYTE_TEST_UNITS="$units" >/dev/null
+  cmake --build --preset arm --target halfbyte_tests halfbyte_op_hashes
+  # A process for each test: QEMU ends some that have done much. It does not fork processes with threads.
+  export QEMU_LD_PREFIX=$PWD/build/arm-root
+  qemu-aarch64 build/arm/halfbyte_tests --gtest_list_tests | name_tests | grep -v DeathTest | part 60 >"$work/chosen"
+  echo "$(wc -l <"$work/chosen") tests"
+  xargs -P "$(nproc)" -I '{}' qemu-aarch64 build/arm/halfbyte_tests --gtest_brief=1 --gtest_filter='{}' <"$work/chosen"
+  local count=8
+  if ((full)); then count=80; fi
+  qemu-aarch64 build/arm/halfbyte_op_hashes --count $count --variant qgemm_ref >"$work/hashes"
+  awk -v count=$count '$2 < count' tests/golden/op_hashes.txt | cmp - "$work/hashes"
+  echo "$(wc -l <"$work/hashes") hashes are those of x86"
+}
+
+stage_sanitizers() {  # unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, or under ThreadSanitizer
   install_packages "${packages[@]}"
+  printf '%s\n' asan tsan | part 1 >"$work/sanitizers"
   # All tests of what untrusted input reaches, or of what has threads; and a part of the others.
-  run_sanitizer asan src/{core,cuda,io,kernels} tests/*_test.cc
-  run_sanitizer tsan src/{cpu,cuda,io}
+  if grep -q asan "$work/sanitizers"; then run_sanitizer asan src/{core,cuda,io,kernels} tests/*_test.cc; fi
+  if grep -q tsan "$work/sanitizers"; then run_sanitizer tsan src/{cpu,cuda,io} src/ops/all_reduce; fi
 }
 
 stage_campaign() {  # attacks on the tool and the library: a part of each section of scripts/campaign.sh
@@ -208,24 +227,58 @@ lint_kernel() {
 # run_sanitizer PRESET PATH...: the tests of the units there, and a part of the others.
 run_sanitizer() {
   local preset=$1 chosen
-  say "preset $preset"
-  cmake --preset "$preset" >/dev/null
-  cmake --build --preset "$preset" --target halfbyte_tests
-  list_tests "build/$preset/halfbyte_tests" >"$work/all"
   shift
+  say "preset $preset"
+  choose_units "$@" -- src
+  cmake --preset "$preset" -DHALFBYTE_TEST_UNITS="$units" >/dev/null
+  cmake --build --preset "$preset" --target halfbyte_tests
+  "build/$preset/halfbyte_tests" --gtest_list_tests | name_tests >"$work/all"
   tests_of "$@" <"$work/all" >"$work/always"
   { cat "$work/always" && grep -vFxf "$work/always" "$work/all" | part 60; } >"$work/chosen"
   mapfile -t chosen <"$work/chosen"
   run_tests "build/$preset/halfbyte_tests" "${chosen[@]}"
 }
 
-# list_tests PROGRAM: Suite.test, a line each.
-list_tests() { "$1" --gtest_list_tests | awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }'; }
+# choose_units PATH... -- PATH...: sets units, for HALFBYTE_TEST_UNITS: the units of tests in the first, and a part of the others.
+choose_units() {
+  local always=()
+  while [[ $1 != -- ]]; do always+=("$1") && shift; done
+  { find "${always[@]}" -name '*_test.cc' && find "${@:2}" -name '*_test.cc' | sort | part 12; } >"$work/test_units"
+  units=$(sed 's,^tests/,^,' "$work/test_units" | paste -sd '|')
+}
+
+# name_tests: Suite.test, a line each, of the list of GoogleTest that it reads.
+name_tests() { awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }'; }
 
 # tests_of PATH...: of the tests that it reads, those that the units there define.
 tests_of() {
   find "$@" -name '*_test.cc' -print0 | xargs -0 grep -hoE '^TEST(_F|_P)?\(\w+' | sed 's/.*(//' >"$work/suites"
   awk -F. 'NR == FNR { suites[$1]; next } $1 in suites' "$work/suites" -
+}
+
+# What programs for ARM are linked with, in build/arm-root: Debian's packages, for which this machine needs no other
+# architecture.
+make_arm_root() {
+  local root=$PWD/build/arm-root apt
+  if [[ -e $root/complete ]]; then return; fi
+  say "Libraries of ARM: $root"
+  apt=$work/apt
+  rm -rf "$root"
+  mkdir -p "$root" "$apt"/{state/lists,cache/archives}/partial
+  : >"$apt/status"
+  cat >"$apt/apt.conf" <<EOF
+Dir::State "$apt/state";
+Dir::State::status "$apt/status";
+Dir::Cache "$apt/cache";
+APT::Architecture "arm64";
+APT::Architectures "arm64";
+APT::Sandbox::User "";
+EOF
+  APT_CONFIG=$apt/apt.conf apt-get -q update
+  APT_CONFIG=$apt/apt.conf apt-get -q install -y --no-install-recommends --download-only libhwy-dev libtbb-dev libfmt-dev \
+    libcli11-dev nlohmann-json3-dev libxxhash-dev libgtest-dev
+  find "$apt/cache/archives" -name '*.deb' -exec dpkg -x '{}' "$root" ';'
+  touch "$root/complete"
 }
 
 # run_tests PROGRAM TEST...: as many processes as there are CPUs share them.

@@ -169,7 +169,7 @@ void copy_bytes(const void* from, void* to, int64_t num_bytes) {
 }
 void end_moves() { hwy::FlushStream(); }
 
-std::vector<ArithmeticLoop> arithmetic_loops(DType dtype) {
+std::vector<ArithmeticLoop> arithmetic_loops([[maybe_unused]] DType dtype) {
   std::vector<ArithmeticLoop> loops = {{"fma", HWY_DYNAMIC_DISPATCH(fma_flops)(),
                                         [](int64_t steps) { return HWY_DYNAMIC_DISPATCH(fma)(steps); }}};
 #ifdef __x86_64__

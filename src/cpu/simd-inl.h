@@ -71,7 +71,7 @@ struct F16 {
 
 // f32 lanes to bf16 bits, round half to even, NaN quiet (Highway 1.0.3 truncates).
 template <class D32>
-HWY_INLINE hn::Vec<hn::Rebind<uint16_t, D32>> to_bf16(D32 d, hn::Vec<D32> v) {
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, D32>> to_bf16(D32 /*d*/, hn::Vec<D32> v) {
   const hn::RebindToUnsigned<D32> du32;
   const hn::Rebind<uint16_t, D32> du16;
   const auto bits = hn::BitCast(du32, v);

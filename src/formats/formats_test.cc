@@ -40,8 +40,13 @@ TEST(Convert, Every16BitValueRoundTrips) {
   }
 }
 
-#ifdef __FLT16_MAX__
+#if defined(__FLT16_MAX__) || defined(__ARM_FP16_FORMAT_IEEE)
 // The compiler's own half precision, an independent implementation.
+#ifdef __ARM_FP16_FORMAT_IEEE
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
 TEST(Convert, F16EqualsTheCompilers) {
   std::mt19937_64 random(1);
   for (int i = 0; i < 2'000'000; ++i) {
@@ -53,9 +58,9 @@ TEST(Convert, F16EqualsTheCompilers) {
                                 static_cast<int>(random() % 44) - 80);
     for (const float v : {x, y})
       if (!std::isnan(v)) {
-        ASSERT_EQ(to_f16(v), __builtin_bit_cast(u16, static_cast<_Float16>(v))) << v;
+        ASSERT_EQ(to_f16(v), __builtin_bit_cast(u16, static_cast<Half>(v))) << v;
       }
-    ASSERT_EQ(to_f16(z), __builtin_bit_cast(u16, static_cast<_Float16>(z))) << z;
+    ASSERT_EQ(to_f16(z), __builtin_bit_cast(u16, static_cast<Half>(z))) << z;
   }
 }
 #endif

@@ -223,7 +223,7 @@ HWY_INLINE void select_two(D d, M a, M b, const typename Type::Memory* from, typ
 
 // The low bytes of unsigned lanes (Highway 1.0.3 takes the wrong ones of u32 for AVX3_DL).
 template <class D>
-HWY_INLINE void store_low_bytes(D d, hn::Vec<D> v, uint8_t* to) {
+HWY_INLINE void store_low_bytes(D /*d*/, hn::Vec<D> v, uint8_t* to) {
 #if HALFBYTE_AVX512
   if constexpr (sizeof(hn::TFromD<D>) == 4)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(v.raw));
@@ -237,7 +237,7 @@ HWY_INLINE void store_low_bytes(D d, hn::Vec<D> v, uint8_t* to) {
 
 // A mask as bytes, 0 or not.
 template <class D, class M>
-HWY_INLINE void store_mask_bytes(D d, M mask, uint8_t* to) {
+HWY_INLINE void store_mask_bytes(D /*d*/, M mask, uint8_t* to) {
 #if HALFBYTE_AVX512
   if constexpr (sizeof(hn::TFromD<D>) == 4) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_movm_epi8(mask.raw));

@@ -358,6 +358,8 @@ struct Errors {
         return add<formats::Kind::integer, kWeighted, ByTree>(begin, n, sums);
       case formats::Kind::affine:
         return add<formats::Kind::affine, kWeighted, ByTree>(begin, n, sums);
+      case formats::Kind::floating:  // whose scales nothing searches for
+        return;
     }
   }
 

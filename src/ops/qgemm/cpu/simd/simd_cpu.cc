@@ -16,10 +16,6 @@
 #include "cpu/parallel.h"
 #include "ops/qgemm/weight/weight.h"
 
-// Sums are arrays of vectors, which those of SVE cannot be in: NEON takes their place.
-#undef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
-
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/qgemm/cpu/simd/simd_cpu.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
