@@ -179,7 +179,9 @@ class ParameterLoader {
 
 // A line of a unit: line_bytes(), the codes of rows 2a and 2a + 1. decode(line, ..) takes words i to i +
 // kLanes of it and calls sink(vector, even, odd) with kVectors vectors of values of each of the two rows,
-// which are columns (tile * kVectors + vector) * 16 + i and following of column_order.
+// which are columns (tile * kVectors + vector) * 16 + i and following of column_order. Where kScalesLast,
+// decode_codes(..) calls it with what stands for the codes, which scales(parameters, row) are to be
+// multiplied with.
 
 using Words = hn::Vec<hn::RebindToUnsigned<Tag>>;
 constexpr int kFragmentLine = 2 * formats::kTileBytes / kRows;
@@ -243,6 +245,7 @@ template <bool kFloating>
 class ByteCodes {
  public:
   static constexpr int kTiles = 2, kVectors = 2;
+  static constexpr bool kScalesLast = false;
   static constexpr int line_bytes() { return kFragmentLine; }
   explicit ByteCodes(const formats::Codec&) {}
 
@@ -274,6 +277,7 @@ class ByteCodes {
 class StreamCodes {
  public:
   static constexpr int kTiles = 1, kVectors = 4;
+  static constexpr bool kScalesLast = false;
   int line_bytes() const { return 2 * row_bytes_; }
   explicit StreamCodes(const formats::Codec& codec)
       : vector_bytes_(2 * codec.bits), row_bytes_(kVectors * vector_bytes_), mask_((1u << codec.bits) - 1) {
@@ -325,6 +329,7 @@ class StreamCodes {
 class NibbleCodes {
  public:
   static constexpr int kTiles = 1, kVectors = 4;
+  static constexpr bool kScalesLast = false;  // tables of weights are looked up
   static constexpr int line_bytes() { return kFragmentLine; }
   explicit NibbleCodes(const formats::Codec& codec) : shifted_(is_shifted(codec)) {
     for (int code = 0; code < 16; ++code) values_[code] = value_of_code(codec, code);
@@ -389,6 +394,7 @@ template <int kBytes, bool kShifted>
 class NibbleCodes {
  public:
   static constexpr int kTiles = 1, kVectors = 4;
+  static constexpr bool kScalesLast = !kShifted;
   static constexpr int line_bytes() { return kFragmentLine; }
   explicit NibbleCodes(const formats::Codec& codec) {
     for (int code = 0; code < 16; ++code) {
@@ -402,38 +408,63 @@ class NibbleCodes {
   template <class Sink>
   HWY_INLINE void decode(const uint8_t* line, int a, int, int i, const UnitParameters& parameters,
                          Sink& sink) const {
-    alignas(16) constexpr uint8_t kTransposed[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     const LaneParameters even(parameters, 2 * a, kShifted), odd(parameters, 2 * a + 1, kShifted);
-    // Byte b of four words become neighbours: they are codes of one row each, of four lanes.
+    decode_codes(line, a, i, [&](int vector, Floats of_even, Floats of_odd) HWY_ATTR {
+      sink(vector, even.value(of_even), odd.value(of_odd));
+    });
+  }
+  template <class Sink>
+  HWY_INLINE void decode_codes(const uint8_t* line, int a, int i, Sink&& sink) const {
+    // Bytes of four words: of two upper bytes, those of both rows become neighbours, else those of one row.
+    alignas(16) constexpr uint8_t kOrder[2][16] = {{0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15},
+                                                   {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15}};
     const auto bytes = hn::TableLookupBytes(hn::BitCast(Bytes(), load_words(line, a, i)),
-                                            hn::LoadDup128(Bytes(), kTransposed));
+                                            hn::LoadDup128(Bytes(), kOrder[kBytes == 4]));
     HWY_UNROLL(2)
     for (int high = 0; high < 2; ++high) {
       const auto shifted =
           high ? hn::BitCast(Bytes(), hn::ShiftRight<4>(hn::BitCast(Pairs(), bytes))) : bytes;
       const auto code = hn::And(shifted, hn::Set(Bytes(), uint8_t{15}));
       const auto b2 = plane(2, code), b3 = plane(3, code);
-      const auto upper_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b2, b3));
-      const auto upper_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b2, b3));
-      auto lower_a = hn::Zero(Pairs()), lower_b = lower_a;
-      if constexpr (kBytes == 4) {
+      const auto upper_a = hn::InterleaveLower(Bytes(), b2, b3),
+                 upper_b = hn::InterleaveUpper(Bytes(), b2, b3);
+      if constexpr (kBytes == 2) {
+        sink(high, low_half(upper_a), high_half(upper_a));
+        sink(high + 2, low_half(upper_b), high_half(upper_b));
+      } else {
         const auto b0 = plane(0, code), b1 = plane(1, code);
-        lower_a = hn::BitCast(Pairs(), hn::InterleaveLower(Bytes(), b0, b1));
-        lower_b = hn::BitCast(Pairs(), hn::InterleaveUpper(Bytes(), b0, b1));
+        const auto lower_a = hn::InterleaveLower(Bytes(), b0, b1),
+                   lower_b = hn::InterleaveUpper(Bytes(), b0, b1);
+        sink(high, join_lower(lower_a, upper_a), join_upper(lower_a, upper_a));
+        sink(high + 2, join_lower(lower_b, upper_b), join_upper(lower_b, upper_b));
       }
-      sink(high, value(even, hn::InterleaveLower(Pairs(), lower_a, upper_a)),
-           value(odd, hn::InterleaveUpper(Pairs(), lower_a, upper_a)));
-      sink(high + 2, value(even, hn::InterleaveLower(Pairs(), lower_b, upper_b)),
-           value(odd, hn::InterleaveUpper(Pairs(), lower_b, upper_b)));
     }
+  }
+  static HWY_INLINE Floats scales(const UnitParameters& parameters, int row) {
+    return LaneParameters(parameters, row, false).scale;
   }
 
  private:
   using Bytes = hn::Repartition<uint8_t, Tag>;
   using Pairs = hn::Repartition<uint16_t, Tag>;
 
-  static HWY_INLINE Floats value(const LaneParameters& row, hn::Vec<Pairs> bits) {
-    return row.value(hn::BitCast(Tag(), bits));
+  using Wide = hn::RebindToUnsigned<Tag>;
+
+  // The upper 16 bits of floats, of which the others are 0: a shift or a mask, since shuffles are what there
+  // are fewest of.
+  static HWY_INLINE Floats low_half(hn::Vec<Bytes> pairs) {
+    return hn::BitCast(Tag(), hn::ShiftLeft<16>(hn::BitCast(Wide(), pairs)));
+  }
+  static HWY_INLINE Floats high_half(hn::Vec<Bytes> pairs) {
+    return hn::BitCast(Tag(), hn::And(hn::BitCast(Wide(), pairs), hn::Set(Wide(), 0xFFFF0000u)));
+  }
+  static HWY_INLINE Floats join_lower(hn::Vec<Bytes> lower, hn::Vec<Bytes> upper) {
+    return hn::BitCast(
+        Tag(), hn::InterleaveLower(Pairs(), hn::BitCast(Pairs(), lower), hn::BitCast(Pairs(), upper)));
+  }
+  static HWY_INLINE Floats join_upper(hn::Vec<Bytes> lower, hn::Vec<Bytes> upper) {
+    return hn::BitCast(
+        Tag(), hn::InterleaveUpper(Pairs(), hn::BitCast(Pairs(), lower), hn::BitCast(Pairs(), upper)));
   }
   HWY_INLINE hn::Vec<Bytes> plane(int byte, hn::Vec<Bytes> code) const {
     return hn::TableLookupBytes(hn::LoadDup128(Bytes(), planes_[byte]), code);

@@ -30,8 +30,9 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-constexpr int64_t kFewRows = 8;  // of x, for which forward products are dot products
-constexpr int64_t kBatch = 128;  // rows of x that a decoded block is used for
+constexpr int64_t kFewRows =
+    HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 8 : 4;  // of x, for which forward products are dot products
+constexpr int64_t kBatch = 128;                   // rows of x that a decoded block is used for
 // A block of the weight: of outer products forward
 constexpr int64_t kMostStrips = 4;  // so many rows is a panel of x read for
 constexpr int64_t kBlockUnits = 2;
@@ -144,11 +145,71 @@ struct Dots {
   }
 };
 
+// The same with the codes of a line, whose scales follow: of these, the products are the first.
+template <int M>
+struct CodeDots {
+  static constexpr int kParts = Dots<M>::kParts;
+  Floats products[2][M][kParts];
+  const float* x;
+  bool first;
+
+  HWY_INLINE CodeDots() {}  // as above
+  HWY_INLINE void operator()(int vector, Floats even, Floats odd) {
+    const bool begins = first && vector < kParts;
+    HWY_UNROLL(8)
+    for (int m = 0; m < M; ++m) {
+      const Floats factor = in_register(hn::LoadU(Tag(), x + m * kCols + vector * 16));
+      Floats &of_even = products[0][m][vector % kParts], &of_odd = products[1][m][vector % kParts];
+      of_even = begins ? hn::Mul(even, factor) : hn::MulAdd(even, factor, of_even);
+      of_odd = begins ? hn::Mul(odd, factor) : hn::MulAdd(odd, factor, of_odd);
+    }
+  }
+  HWY_INLINE Floats sum(int row, int m) const {
+    return kParts == 1 ? products[row][m][0] : hn::Add(products[row][m][0], products[row][m][kParts - 1]);
+  }
+};
+
 // Adds the products of some units of a strip with M rows of x to sums[row][m] of vectors; x_unit: floats from
 // a unit of x to the next.
 template <int M, class Codes>
 HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* units, const float* x,
                            int64_t x_unit, int64_t ahead, float* to) {
+  // One multiplication for each sum instead of each weight, while there are registers for twice the sums.
+  if constexpr (Codes::kScalesLast && 2 * M * (1 + Dots<M>::kParts) <= kSums) {
+    for (int a = 0; a < kRows / 2; ++a) {
+      float* const row_sums = to + 2 * a * M * kLanes;
+      Floats sums[2][M];
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        sums[0][m] = hn::LoadU(Tag(), row_sums + m * kLanes);
+        sums[1][m] = hn::LoadU(Tag(), row_sums + (M + m) * kLanes);
+      }
+      for (int64_t u = 0; u < num_units; ++u) {
+        const uint8_t* line = units[u].line(codes, 0, a);
+        hwy::Prefetch(line + ahead);
+        CodeDots<M> dots;
+        HWY_UNROLL(4)
+        for (int i = 0; i < 16; i += kLanes) {
+          dots.first = i == 0;
+          dots.x = x + u * x_unit + i;
+          codes.decode_codes(line, a, i, dots);
+        }
+        const Floats even = Codes::scales(units[u].parameters, 2 * a),
+                     odd = Codes::scales(units[u].parameters, 2 * a + 1);
+        HWY_UNROLL(8)
+        for (int m = 0; m < M; ++m) {
+          sums[0][m] = hn::MulAdd(dots.sum(0, m), even, sums[0][m]);
+          sums[1][m] = hn::MulAdd(dots.sum(1, m), odd, sums[1][m]);
+        }
+      }
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) {
+        hn::StoreU(sums[0][m], Tag(), row_sums + m * kLanes);
+        hn::StoreU(sums[1][m], Tag(), row_sums + (M + m) * kLanes);
+      }
+    }
+    return;
+  }
   constexpr int kLast = Dots<M>::kParts - 1;
   for (int a = 0; a < kRows / 2; ++a) {
     Dots<M> dots;
