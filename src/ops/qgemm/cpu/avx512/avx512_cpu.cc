@@ -13,7 +13,6 @@
 // other way round, but for few rows. The order of a sum depends on neither threads nor what else is computed.
 // vdpbf16ps takes denormal inputs as zeros and makes zeros of denormal sums.
 #include <algorithm>
-#include <bit>
 #include <memory>
 
 #include "cpu/features.h"
@@ -50,8 +49,7 @@ class QgemmAvx512 : public QgemmKernel {
       x_bytes_ = rows_ * row_stride_ * 2;
       return;
     }
-    rows_ = m <= kFewRows ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(m)))
-                          : (m + kLanes - 1) / kLanes * kLanes;
+    rows_ = m <= kFewRows ? strip_rows(m) : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
     if (rounding_of(problem) == WeightRounding::code_rounded &&
         (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)))

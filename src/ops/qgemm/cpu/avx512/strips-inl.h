@@ -8,6 +8,8 @@ namespace halfbyte::avx512 {
 
 // Rows of x at most: of two rows of the weight their sums are 16 of the 32 registers.
 inline constexpr int kFewRows = 8;
+// Of m rows, with those of padding. The time grows with them.
+constexpr int64_t strip_rows(int64_t m) { return m <= 4 ? m : (m + 1) / 2 * 2; }
 
 // The rows of x in the workspace for few rows: [unit][row][2 vectors].
 HALFBYTE_AVX512 inline void arrange_rows(const Run& run, int64_t begin, int64_t end) {
@@ -216,7 +218,9 @@ template <int kBits, bool kInLanes = false, bool kFloating = false>
 StripFunction strip_function(int64_t rows) {
   return rows == 1   ? multiply_strip<kBits, kFloating, 1, kInLanes>
          : rows == 2 ? multiply_strip<kBits, kFloating, 2, kInLanes>
+         : rows == 3 ? multiply_strip<kBits, kFloating, 3, kInLanes>
          : rows == 4 ? multiply_strip<kBits, kFloating, 4, kInLanes>
+         : rows == 6 ? multiply_strip<kBits, kFloating, 6, kInLanes>
                      : multiply_strip<kBits, kFloating, 8, kInLanes>;
 }
 
