@@ -25,12 +25,6 @@ inline std::vector<QuantSpec> qgemm_formats() {
   }
   return specs;
 }
-// Those whose codes lie in fragments, which kernels by instructions for matrices take.
-inline std::vector<QuantSpec> fragment_formats() {
-  std::vector<QuantSpec> specs = qgemm_formats();
-  std::erase_if(specs, [](const QuantSpec& spec) { return !formats::in_fragments(info(spec.format).bits); });
-  return specs;
-}
 inline std::string short_text(const QuantSpec& spec) {
   return fmt::format("{}{}", info(spec.format).name, spec.asymmetric ? "_asymmetric" : "");
 }

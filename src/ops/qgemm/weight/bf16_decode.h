@@ -7,8 +7,9 @@
 //   transposed  tile [j][i], line a: rows 2a and 2a + 1, which are summed; for each of 16 columns, those that
 //               transposed_column() says, the pair of them. So a tile is the second operand, the activations
 //               [16 m][32 rows] the first.
-// Codes of 4 bits are looked up in a table of each row that has scale and bias in it; those of 8 bits are
-// converted. Weights below 2^-126 become 0, as the instructions that round have it.
+// Codes of up to 6 bits are looked up in a table of each row that has scale and bias in it; those of 8 bits
+// are converted. Weights below 2^-126 become 0, as the instructions that round have it. Bit streams give the
+// order of columns of 8 bits.
 #pragma once
 
 #ifndef __clang__  // GCC 12 takes vectors that are undefined on purpose for mistakes
@@ -56,8 +57,6 @@ constexpr int transposed_column(int j, int i, int pair) {
 // Why there is no decoder for the weight of a problem; empty if there is.
 inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
   if (!problem.packed) return "the weight must be packed";
-  if (!formats::in_fragments(problem.codec.bits))
-    return fmt::format("codes must have 4 or 8 bits, got {}", problem.codec.bits);
   if (problem.dtype != DType::bf16)
     return fmt::format("dtype must be bf16, got {}", to_string(problem.dtype));
   const int64_t group = problem.weight.group;
@@ -65,6 +64,9 @@ inline std::string refuse_bf16_decode(const QgemmProblem& problem) {
   if (!is_row && group != 32 && group % formats::kUnitCols != 0 && (group != 16 || problem.codec.bits != 4))
     return fmt::format("groups must be rows, 16 (of 4 bits), 32 or a multiple of 64 columns, got {}", group);
   if (problem.k > INT32_MAX) return fmt::format("k must be at most {}, got {}", INT32_MAX, problem.k);
+  // Each row would have a table of 64 weights for 64 products or more: decoding to f32 takes 0.7 of the time.
+  if (problem.transposed && problem.codec.bits == 6 && problem.weight.has_biases && problem.m <= 4)
+    return fmt::format("m must be above 4 for transposed products of 6 bits with biases, got {}", problem.m);
   return {};
 }
 
@@ -174,6 +176,41 @@ struct GroupParameters {
   }
 };
 
+// Codes of 2, 3, 5 or 6 bits of half a row of a unit: to words of 16 bits, in the order of columns of 8 bits.
+// Of their bits those above the code's are of others.
+class StreamWords {
+ public:
+  HALFBYTE_AVX512 explicit StreamWords(int bits) : bits_(bits) {
+    constexpr auto kOrder = column_order(8);
+    alignas(64) uint8_t bytes[64];
+    alignas(64) uint16_t shifts[32];
+    for (size_t i = 0; i < 32; ++i) {
+      const int bit = kOrder[i] * bits;
+      bytes[2 * i] = static_cast<uint8_t>(bit / 8);
+      bytes[2 * i + 1] = static_cast<uint8_t>(bit / 8 + 1);
+      shifts[i] = static_cast<uint16_t>(bit % 8);
+    }
+    bytes_ = _mm512_load_si512(bytes);
+    shifts_ = _mm512_load_si512(shifts);
+    mask_ = static_cast<__mmask32>((uint64_t{1} << half_bytes()) - 1);
+  }
+
+  int half_bytes() const { return 4 * bits_; }
+  // Of row `row` of the unit whose codes begin at `codes`.
+  const uint8_t* at(const uint8_t* codes, int row, int half) const {
+    return codes + (2 * row + half) * half_bytes();
+  }
+  [[gnu::always_inline]] HALFBYTE_AVX512 __m512i load(const uint8_t* at) const {
+    const __m256i codes = _mm256_maskz_loadu_epi8(mask_, at);
+    return _mm512_srlv_epi16(_mm512_permutexvar_epi8(bytes_, _mm512_castsi256_si512(codes)), shifts_);
+  }
+
+ private:
+  int bits_;
+  __mmask32 mask_;
+  __m512i bytes_, shifts_;
+};
+
 // Decodes the units of a weight, one after the other: as `weight_rounded` has them, or the values of codes
 // alone (`code_rounded`).
 class UnitDecoder {
@@ -184,12 +221,15 @@ class UnitDecoder {
         tensors_(tensors),
         groups_(problem.weight.inlined ? formats::unit_groups(static_cast<int>(problem.weight.group)) : 1),
         is_floating_(problem.codec.kind == formats::Kind::floating),
+        streams_(problem.codec.bits),
         has_scales_(rounding == WeightRounding::weight_rounded),
         has_biases_(has_scales_ && problem.weight.has_biases) {
-    for (int code = 0; code < 16; ++code)
-      code_values_[code] = problem.codec.kind == formats::Kind::table
-                               ? formats::bf16_to_f32(formats::to_bf16(problem.codec.book.values[code]))
-                               : static_cast<float>(code);
+    for (int i = 0; i < 64; ++i) {
+      const int code = i % (1 << std::min<int>(problem.codec.bits, 6));
+      code_values_[i] = problem.codec.kind == formats::Kind::table
+                            ? formats::bf16_to_f32(formats::to_bf16(problem.codec.book.values[code]))
+                            : static_cast<float>(code);
+    }
   }
 
   // Makes ready to decode a unit.
@@ -212,6 +252,7 @@ class UnitDecoder {
         for (float& offset : parameters.offsets) offset += kMagic;
     }
     if (problem_.codec.bits == 8) return;
+    if (problem_.codec.bits != 4) return make_stream_tables();
     const __m512 values = _mm512_load_ps(code_values_);
     const int groups = groups_;  // known not to change in the loop
     const bool has_biases = has_biases_;
@@ -239,6 +280,11 @@ class UnitDecoder {
       for (int line = begin; line < end; ++line) {
         decode_line8<kTransposed>(0, line, first);
         decode_line8<kTransposed>(1, line, second);
+      }
+    } else if (problem_.codec.bits != 4) {
+      for (int line = begin; line < end; ++line) {
+        decode_stream<kTransposed>(0, line, first);
+        decode_stream<kTransposed>(1, line, second);
       }
     } else if (groups_ == 4) {
       for (int line = begin; line < end; ++line) decode_line4<kTransposed, 4>(line, first, second);
@@ -315,6 +361,45 @@ class UnitDecoder {
     }
   }
 
+  // Values repeat, as what lies above the bits of a code may be anything.
+  HALFBYTE_AVX512 void make_stream_tables() {
+    const int entries = problem_.codec.bits == 6 ? 64 : 32;
+    for (int row = 0; row < formats::kUnitRows; ++row)
+      for (int i = 0; i < groups_; ++i)
+        for (int at = 0; at < entries; at += 32) {
+          const __m512 first = weights(_mm512_load_ps(code_values_ + at), parameters_[i], row, has_biases_);
+          const __m512 second =
+              weights(_mm512_load_ps(code_values_ + at + 16), parameters_[i], row, has_biases_);
+          store(tables_[row] + 64 * i + at, _mm512_cvtne2ps_pbh(second, first));
+        }
+  }
+  // 32 columns of two rows, of a bit stream.
+  template <bool kTransposed>
+  HALFBYTE_AVX512 void decode_stream(int half, int line, Bf16Tile* tiles) const {
+    __m512i values[2];
+    for (int i = 0; i < 2; ++i) {
+      const uint16_t* const table = tables_[2 * line + i] + (groups_ > 1 ? 64 * half : 0);
+      const __m512i words = streams_.load(streams_.at(codes_, 2 * line + i, half)),
+                    low = _mm512_load_si512(table);
+      values[i] = problem_.codec.bits == 6
+                      ? _mm512_permutex2var_epi16(low, words, _mm512_load_si512(table + 32))
+                      : _mm512_permutexvar_epi16(words, low);
+    }
+    if (kTransposed) {
+      const __m512i pairs = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39,
+                                             7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+      for (int16_t i = 0; i < 2; ++i)
+        store(tiles[i].lines[line],
+              _mm512_permutex2var_epi16(
+                  values[0], _mm512_add_epi16(pairs, _mm512_set1_epi16(static_cast<int16_t>(16 * i))),
+                  values[1]));
+    } else {
+      const int i = line / 8, row = 2 * line % kTileLines;
+      store(tiles[i].lines[row], values[0]);
+      store(tiles[i].lines[row + 1], values[1]);
+    }
+  }
+
   // 32 columns of two rows.
   template <bool kTransposed>
   HALFBYTE_AVX512 void decode_line8(int half, int line, Bf16Tile* tiles) const {
@@ -351,12 +436,14 @@ class UnitDecoder {
   const QgemmTensors& tensors_;
   int groups_;  // of a unit
   bool is_floating_;
+  StreamWords streams_;  // of 2, 3, 5 and 6 bits
   bool has_scales_, has_biases_;
-  alignas(64) float code_values_[16];                    // of codes of 4 bits
-  const uint8_t* codes_ = nullptr;                       // of the selected unit
-  int64_t strip_ = -1, group_ = -1;                      // of parameters_ and tables_
-  GroupParameters parameters_[4];                        // of the groups of a unit
-  alignas(64) uint16_t tables_[formats::kUnitRows][64];  // bf16: of the 16 codes of each group
+  alignas(64) float code_values_[64];  // of codes of up to 6 bits, repeated
+  const uint8_t* codes_ = nullptr;     // of the selected unit
+  int64_t strip_ = -1, group_ = -1;    // of parameters_ and tables_
+  GroupParameters parameters_[4];      // of the groups of a unit
+  // bf16: of the codes of each group, 16, or for bit streams 64.
+  alignas(64) uint16_t tables_[formats::kUnitRows][128];
 };
 
 }  // namespace halfbyte

@@ -100,6 +100,7 @@ class QgemmAvx512 : public QgemmKernel {
       const bool floating = problem_.codec.kind == formats::Kind::floating;
       const StripFunction multiply = floating      ? strip_function<8, false, true>(rows_)
                                      : p.bits == 8 ? strip_function<8>(rows_)
+                                     : p.bits != 4 ? strip_function<kStreamBits>(rows_)
                                      : groups > 1  ? strip_function<4, true>(rows_)
                                                    : strip_function<4>(rows_);
       // Strips behind each other: what a thread fetches ahead is its own.

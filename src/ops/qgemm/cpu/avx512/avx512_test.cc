@@ -14,7 +14,7 @@ class QgemmAvx512 : public ::testing::TestWithParam<size_t> {
   }
   QgemmDescriptor descriptor(bool transposed) const {
     QgemmDescriptor d;
-    d.spec = testing::fragment_formats()[GetParam()];
+    d.spec = testing::qgemm_formats()[GetParam()];
     d.transposed = transposed;
     d.variant = "qgemm_avx512";
     return d;
@@ -23,8 +23,12 @@ class QgemmAvx512 : public ::testing::TestWithParam<size_t> {
   static void check(QgemmDescriptor d, uint64_t seed, QgemmData data = QgemmData::random) {
     testing::fit_format(d.spec);
     if (!testing::is_valid(d)) return;
-    const bool short_groups = d.spec.granularity == Granularity::group && d.spec.group_size == 16;
-    if (short_groups && info(d.spec.format).bits == 8) return;  // not taken
+    const bool short_groups = d.spec.granularity == Granularity::group
+                                  ? d.spec.group_size == 16
+                                  : d.spec.granularity == Granularity::channel && d.k == 16;
+    const int bits = info(d.spec.format).bits;
+    if ((short_groups && bits != 4) || (d.transposed && d.spec.format == Format::affine6 && d.m <= 4))
+      return;  // not taken
     const QgemmCase test(d, seed, data);
     const testing::CpuRun run = testing::run_on_cpu(test, 1);
     const bool symmetric = !d.spec.asymmetric && !has_biases(d.spec) && !d.spec.double_quant;
@@ -73,7 +77,7 @@ TEST_P(QgemmAvx512, EveryGroupAndNumberOfRows) {
 
 // Integers times powers of two: f32 sums are exact, and so is the result but for the rounding of the output.
 TEST_P(QgemmAvx512, IntegersAreExact) {
-  const Format format = testing::fragment_formats()[GetParam()].format;
+  const Format format = testing::qgemm_formats()[GetParam()].format;
   if (format == Format::nf4 || format == Format::fp4) return;  // their values are not short
   std::mt19937_64 random(GetParam() + 200);
   for (int i = 0; i < 16; ++i) {
@@ -84,9 +88,9 @@ TEST_P(QgemmAvx512, IntegersAreExact) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, QgemmAvx512, ::testing::Range(size_t{0}, testing::fragment_formats().size()),
+INSTANTIATE_TEST_SUITE_P(, QgemmAvx512, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
                          [](const auto& info) {
-                           return testing::short_text(testing::fragment_formats()[info.param]);
+                           return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
 
 TEST(QgemmPlan, Avx512Refuses) {
@@ -108,7 +112,13 @@ TEST(QgemmPlan, Avx512Refuses) {
   EXPECT_EQ(reason([](D& d) { d.packed = false; }), "");  // the view is packed first
   EXPECT_EQ(reason([](D& d) { d.spec.group_size = 100; }),
             "groups must be rows, 16 (of 4 bits), 32 or a multiple of 64 columns, got 100");
-  EXPECT_EQ(reason([](D& d) { d.spec.format = Format::affine3; }), "codes must have 4 or 8 bits, got 3");
+  EXPECT_EQ(reason([](D& d) { d.spec.format = Format::affine3; }), "");
+  EXPECT_EQ(reason([](D& d) { d.spec.format = Format::affine6; }), "");
+  EXPECT_EQ(reason([](D& d) {
+              d.spec.format = Format::affine6;
+              d.transposed = true;
+            }),
+            "m must be above 4 for transposed products of 6 bits with biases, got 3");
   EXPECT_EQ(reason([](D& d) { d.k = 0; }), "there is nothing to sum");
 }
 

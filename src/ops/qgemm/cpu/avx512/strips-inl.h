@@ -51,30 +51,48 @@ HALFBYTE_AVX512 inline __m512 factors(const QgemmProblem& problem, const GroupPa
                           _mm512_setzero_ps());
 }
 
-// Values of the codes of rows 2 * line and 2 * line + 1 of a tile, in the order of x.
-// kFloating: of 8 bits, numbers of E4M3.
+inline constexpr int kStreamBits = 0;  // stands for 2, 3, 5 and 6 bits
+
+// Values of the codes of rows 2 * line and 2 * line + 1 of a tile, in the order of x; a tile of 4 bits is a
+// unit, others are half of one. kFloating: of 8 bits, numbers of E4M3.
 template <int kBits, bool kFloating>
 struct LineDecoder {
   static constexpr int kVectors = kBits == 4 ? 2 : 1;  // of a row
-  __m512i table;  // of 4 bits: values twice; of 8 bits: 2^23 plus the code that stands for 0
+  // Values, repeated; of 8 bits: 2^23 plus the code that stands for 0. last: of 6 bits, those from 32 on.
+  __m512i table, last;
+  StreamWords streams;
+  int tile_bytes;
 
-  HALFBYTE_AVX512 explicit LineDecoder(const formats::Codec& codec) {
+  HALFBYTE_AVX512 explicit LineDecoder(const formats::Codec& codec)
+      : streams(codec.bits),
+        tile_bytes(kBits == kStreamBits ? kUnitRows * streams.half_bytes() : formats::kTileBytes) {
     const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
-    if constexpr (kBits == 4) {
-      alignas(64) uint16_t values[32];
-      for (int i = 0; i < 32; ++i)
-        values[i] = formats::to_bf16(codec.kind == formats::Kind::table ? codec.book.values[i % 16]
-                                                                        : static_cast<float>(i % 16 - zero));
+    if constexpr (kBits != 8) {
+      alignas(64) uint16_t values[64];
+      for (int i = 0; i < 64; ++i) {
+        const int code = i % (1 << codec.bits);
+        values[i] = formats::to_bf16(codec.kind == formats::Kind::table ? codec.book.values[code]
+                                                                        : static_cast<float>(code - zero));
+      }
       table = _mm512_load_si512(values);
+      last = _mm512_load_si512(values + 32);
     } else {
       table = _mm512_castps_si512(_mm512_set1_ps(0x1p23f + static_cast<float>(zero)));
     }
   }
 
-  // `swapped`: of lines 2 and 3 of 4, whose halves are the other way round.
-  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* line, bool swapped,
-                                                     __m512i (&values)[2][kVectors]) const {
-    __m512i codes = _mm512_loadu_si512(line);
+  // `swapped`: of lines 2 and 3 of 4 of fragments, whose halves are the other way round.
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* codes_of_block, int tile, int line,
+                                                     bool swapped, __m512i (&values)[2][kVectors]) const {
+    if constexpr (kBits == kStreamBits) {
+      for (int i = 0; i < 2; ++i)
+        values[i][0] = _mm512_permutex2var_epi16(
+            table,
+            streams.load(streams.at(codes_of_block + tile / 2 * 2 * tile_bytes, 2 * line + i, tile % 2)),
+            last);
+      return;
+    }
+    __m512i codes = _mm512_loadu_si512(codes_of_block + tile * tile_bytes + line * 64);
     if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
     if constexpr (kBits == 4) {
       for (int i = 0; i < 4; ++i)
@@ -155,15 +173,14 @@ template <int kBits, bool kFloating, int kRows, bool kInLanes>
                                                                  int first, int num_tiles,
                                                                  const BlockParameters& parameters, int group,
                                                                  StripSums<kRows>& to) {
-  constexpr int kVectors = LineDecoder<kBits, kFloating>::kVectors;
+  constexpr int kVectors = LineDecoder<kBits, kFloating>::kVectors, kLines = kUnitRows / 2;
   __m512 sums[2][kRows];
   for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
   for (int tile = first; tile < first + num_tiles; ++tile) {
-    const uint8_t* const at = codes + tile * formats::kTileBytes + line * 64;
     const uint16_t* const at_x = x + tile_of_x<kBits, kRows>(tile);
     __m512i values[2][kVectors];
-    _mm_prefetch(ahead + (line * num_tiles + tile - first) * 64, _MM_HINT_T1);
-    decoder.decode(at, swapped, values);
+    _mm_prefetch(ahead + (line * num_tiles + tile - first) * (decoder.tile_bytes / kLines), _MM_HINT_T1);
+    decoder.decode(codes, tile, line, swapped, values);
     for (int m = 0; m < kRows; ++m)
       for (int j = 0; j < kVectors; ++j) {
         const __m512i pairs = _mm512_load_si512(at_x + m * kUnitCols + j * 32);
@@ -188,7 +205,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
   const LineDecoder<kBits, kFloating> decoder(run.problem.codec);
   const BlockGroups block_groups(p);
-  const int block_tiles = p.block_code_bytes / formats::kTileBytes;
+  const int block_tiles = p.block_code_bytes / decoder.tile_bytes;
   const int fold_tiles = block_groups.num > 1 ? 1 : block_tiles;  // that have one scale
   BlockParameters parameters;
   StripSums<kRows> sums;
@@ -200,7 +217,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
     for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
       _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     for (int first = 0; first < block_tiles; first += fold_tiles) {
-      const uint8_t* const ahead = codes + first * formats::kTileBytes + kAhead;
+      const uint8_t* const ahead = codes + first * decoder.tile_bytes + kAhead;
       const int group = kInLanes ? 0 : first / fold_tiles;
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
