@@ -38,7 +38,7 @@ QuantizeStatus run_reference(FakeCase& test) {
 }
 
 TEST(FakeQuantize, RandomPlansEqualTheReferenceOnEveryTarget) {
-  const int cases = testing::kSanitized ? 500 : 5000;
+  const int cases = testing::kSanitized ? 500 : 2000;
   uint64_t seed = 1;
   testing::for_each_target([&](const char*) {
     if (::testing::Test::HasFailure()) return;
