@@ -176,22 +176,36 @@ struct GroupParameters {
   }
 };
 
-// Codes of 2, 3, 5 or 6 bits of half a row of a unit: to words of 16 bits, in the order of columns of 8 bits.
-// Of their bits those above the code's are of others.
-class StreamWords {
- public:
-  HALFBYTE_AVX512 explicit StreamWords(int bits) : bits_(bits) {
+// Where codes of half a row of a unit lie that is a bit stream, in the order of columns of 8 bits: the two
+// bytes that each begins in, and its bit there.
+struct StreamPlaces {
+  alignas(64) uint8_t bytes[64] = {};
+  alignas(64) uint16_t shifts[32] = {};
+
+  explicit constexpr StreamPlaces(int bits) {
     constexpr auto kOrder = column_order(8);
-    alignas(64) uint8_t bytes[64];
-    alignas(64) uint16_t shifts[32];
     for (size_t i = 0; i < 32; ++i) {
       const int bit = kOrder[i] * bits;
       bytes[2 * i] = static_cast<uint8_t>(bit / 8);
       bytes[2 * i + 1] = static_cast<uint8_t>(bit / 8 + 1);
       shifts[i] = static_cast<uint16_t>(bit % 8);
     }
-    bytes_ = _mm512_load_si512(bytes);
-    shifts_ = _mm512_load_si512(shifts);
+  }
+};
+template <int kBits>
+inline constexpr StreamPlaces kStreamPlaces{kBits};
+
+// Codes of 2, 3, 5 or 6 bits of half a row of a unit: to words of 16 bits, in the order of columns of 8 bits.
+// Of their bits those above the code's are of others.
+class StreamWords {
+ public:
+  HALFBYTE_AVX512 explicit StreamWords(int bits) : bits_(bits) {
+    const StreamPlaces& places = bits == 2   ? kStreamPlaces<2>
+                                 : bits == 3 ? kStreamPlaces<3>
+                                 : bits == 5 ? kStreamPlaces<5>
+                                             : kStreamPlaces<6>;
+    bytes_ = _mm512_load_si512(places.bytes);
+    shifts_ = _mm512_load_si512(places.shifts);
     mask_ = static_cast<__mmask32>((uint64_t{1} << half_bytes()) - 1);
   }
 

@@ -61,21 +61,23 @@ struct LineDecoder {
   // Values, repeated; of 8 bits: 2^23 plus the code that stands for 0. last: of 6 bits, those from 32 on.
   __m512i table, last;
   StreamWords streams;
-  int tile_bytes;
 
-  HALFBYTE_AVX512 explicit LineDecoder(const formats::Codec& codec)
-      : streams(codec.bits),
-        tile_bytes(kBits == kStreamBits ? kUnitRows * streams.half_bytes() : formats::kTileBytes) {
+  int tile_bytes() const {
+    return kBits == kStreamBits ? kUnitRows * streams.half_bytes() : formats::kTileBytes;
+  }
+
+  HALFBYTE_AVX512 explicit LineDecoder(const formats::Codec& codec) : streams(codec.bits) {
     const int zero = codec.kind == formats::Kind::integer && !codec.asymmetric ? -codec.q_min : 0;
     if constexpr (kBits != 8) {
-      alignas(64) uint16_t values[64];
-      for (int i = 0; i < 64; ++i) {
+      constexpr int kValues = kBits == 4 ? 32 : 64;
+      alignas(64) uint16_t values[kValues];
+      for (int i = 0; i < kValues; ++i) {
         const int code = i % (1 << codec.bits);
         values[i] = formats::to_bf16(codec.kind == formats::Kind::table ? codec.book.values[code]
                                                                         : static_cast<float>(code - zero));
       }
       table = _mm512_load_si512(values);
-      last = _mm512_load_si512(values + 32);
+      last = _mm512_load_si512(values + kValues - 32);
     } else {
       table = _mm512_castps_si512(_mm512_set1_ps(0x1p23f + static_cast<float>(zero)));
     }
@@ -88,11 +90,11 @@ struct LineDecoder {
       for (int i = 0; i < 2; ++i)
         values[i][0] = _mm512_permutex2var_epi16(
             table,
-            streams.load(streams.at(codes_of_block + tile / 2 * 2 * tile_bytes, 2 * line + i, tile % 2)),
+            streams.load(streams.at(codes_of_block + tile / 2 * 2 * tile_bytes(), 2 * line + i, tile % 2)),
             last);
       return;
     }
-    __m512i codes = _mm512_loadu_si512(codes_of_block + tile * tile_bytes + line * 64);
+    __m512i codes = _mm512_loadu_si512(codes_of_block + tile * tile_bytes() + line * 64);
     if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
     if constexpr (kBits == 4) {
       for (int i = 0; i < 4; ++i)
@@ -179,7 +181,7 @@ template <int kBits, bool kFloating, int kRows, bool kInLanes>
   for (int tile = first; tile < first + num_tiles; ++tile) {
     const uint16_t* const at_x = x + tile_of_x<kBits, kRows>(tile);
     __m512i values[2][kVectors];
-    _mm_prefetch(ahead + (line * num_tiles + tile - first) * (decoder.tile_bytes / kLines), _MM_HINT_T1);
+    _mm_prefetch(ahead + (line * num_tiles + tile - first) * (decoder.tile_bytes() / kLines), _MM_HINT_T1);
     decoder.decode(codes, tile, line, swapped, values);
     for (int m = 0; m < kRows; ++m)
       for (int j = 0; j < kVectors; ++j) {
@@ -205,7 +207,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
   const LineDecoder<kBits, kFloating> decoder(run.problem.codec);
   const BlockGroups block_groups(p);
-  const int block_tiles = p.block_code_bytes / decoder.tile_bytes;
+  const int block_tiles = p.block_code_bytes / decoder.tile_bytes();
   const int fold_tiles = block_groups.num > 1 ? 1 : block_tiles;  // that have one scale
   BlockParameters parameters;
   StripSums<kRows> sums;
@@ -217,7 +219,7 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
     for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
       _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     for (int first = 0; first < block_tiles; first += fold_tiles) {
-      const uint8_t* const ahead = codes + first * decoder.tile_bytes + kAhead;
+      const uint8_t* const ahead = codes + first * decoder.tile_bytes() + kAhead;
       const int group = kInLanes ? 0 : first / fold_tiles;
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4

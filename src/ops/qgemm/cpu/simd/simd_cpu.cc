@@ -30,9 +30,7 @@ namespace halfbyte::HWY_NAMESPACE {
 
 #if HALFBYTE_SIMD
 
-constexpr int64_t kFewRows =
-    HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 8 : 4;  // of x, for which forward products are dot products
-constexpr int64_t kBatch = 128;                   // rows of x that a decoded block is used for
+constexpr int64_t kBatch = 128;  // rows of x that a decoded block is used for
 // A block of the weight: of outer products forward
 constexpr int64_t kMostStrips = 4;  // so many rows is a panel of x read for
 constexpr int64_t kBlockUnits = 2;
@@ -45,6 +43,8 @@ constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;
 constexpr int64_t kAhead = 8192;  // bytes of the weight that are fetched ahead
 // Vectors of sums that are held in registers, of which there are 32 or 16.
 constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
+// Rows of x for which forward products are dot products, with two rows of the weight at a time.
+constexpr int kFewRows = kSums / 2;
 
 // ---- 1. Kernels: sums in registers
 
@@ -448,32 +448,27 @@ class Product {
 
   template <class Codes>
   void forward_few(const Codes& codes) {
-    constexpr int kMost = kSums / 2;  // rows of x at a time
     const auto rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(problem_.m)));
-    const int64_t at_a_time = std::min<int64_t>(rows, kMost);
-    const auto add = at_a_time == 1   ? add_dots<1, Codes>
-                     : at_a_time == 2 ? add_dots<2, Codes>
-                     : at_a_time == 4 ? add_dots<4, Codes>
-                                      : add_dots<kMost, Codes>;
+    const auto add = rows == 1   ? add_dots<1, Codes>
+                     : rows == 2 ? add_dots<2, Codes>
+                     : rows == 4 ? add_dots<4, Codes>
+                                 : add_dots<kFewRows, Codes>;
     constexpr int64_t kMostBlock = 8;
     const int64_t block_units = std::min(kMostBlock, 32 / rows);               // whose x stays in the cache
     const int64_t ahead = block_units * problem_.weight.strip_bytes / units_;  // the next block
     make_panels(rows, rows, [rows](int64_t) { return rows; });
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
-      alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [parts of x][row of the weight][row of x]
+      alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [row of the weight][row of x]
       Unit block[kMostBlock];
       for (int64_t unit = 0; unit < units_; unit += block_units) {
         const int64_t units = std::min(block_units, units_ - unit);
         for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
-        for (int64_t m = 0; m < rows; m += at_a_time)
-          add(codes, units, block, x_ + (unit * rows + m) * kCols, rows * kCols, ahead,
-              sums + m * kRows * kLanes);
+        add(codes, units, block, x_ + unit * rows * kCols, rows * kCols, ahead, sums);
       }
       for (int64_t m = 0; m < problem_.m; ++m) {
-        const float* const from = sums + (m / at_a_time * kRows * at_a_time + m % at_a_time) * kLanes;
         float y[kRows];
         for (int64_t row = 0; row < kRows; ++row)
-          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), from + row * at_a_time * kLanes)));
+          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * rows + m) * kLanes)));
         store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
       }
     });
