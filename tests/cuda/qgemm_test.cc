@@ -408,6 +408,32 @@ TEST_P(QgemmCudaShapes, SharedTiles) {
       check_variants(d, static_cast<uint64_t>(sums));
     }
 }
+// Tiles whose sums four warpgroups share: of 64 columns of y and 32, 64, 96 or 128 rows, and of 128 by 128,
+// by what qgemm_sm90_large chooses on 132 multiprocessors.
+TEST_P(QgemmCudaShapes, SplitTiles) {
+  QuantSpec wide = grouped(nf4(), 128);
+  wide.format = Format::int8;
+  QuantSpec nested = grouped(nf4(), 64);
+  nested.scale_dtype = DType::f32;
+  nested.double_quant = true;
+  for (const QuantSpec& spec : {nf4(), wide, nested})
+    for (const auto& [m, features, sums] :
+         {std::array<int64_t, 3>{17, 300, 1000},
+          {50, 200, 4090},
+          {65, 264, 520},
+          {1500, 136, 136},
+          GetParam() ? std::array<int64_t, 3>{1000, 520, 136} : std::array<int64_t, 3>{300, 2040, 136},
+          {1500, 520, 520},
+          {790, 2040, GetParam() ? 520 : 264}}) {
+      QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
+      d.m = m;
+      d.n = d.transposed ? sums : features;
+      d.k = d.transposed ? features : sums;
+      d.bias = !d.transposed;
+      d.accumulate = m == 65;
+      check_variants(d, static_cast<uint64_t>(sums));
+    }
+}
 // Groups that are stored as such of 16 columns.
 TEST_P(QgemmCudaShapes, GroupsOf16) {
   QuantSpec wide = grouped(nf4(), 48);

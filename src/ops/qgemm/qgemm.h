@@ -122,7 +122,7 @@ std::shared_ptr<const QgemmKernel> make_experts_cpu(const QgemmProblem& problem,
 extern const QgemmVariant kQgemmSm90Mma;         // forward, m <= 8: mma.sync, x in registers
 extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, weights from registers
 extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the same along n
-extern const QgemmVariant kQgemmSm90Large;       // both directions, m > 64: the same, with persistent blocks
+extern const QgemmVariant kQgemmSm90Large;       // both directions, m > 16: the same, with persistent blocks
 extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA cores
 extern const QgemmVariant kQgemmCublas;          // m > 64: slices of the weight decoded, then cuBLASLt
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape

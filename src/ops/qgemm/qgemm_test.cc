@@ -567,6 +567,7 @@ TEST(QgemmPlan, TheSkuNamesTheTargetThatRuns) {
 TEST(QgemmPlan, OrderOfVariants) {
   constexpr const char *kLoaded = "sm90_mma sm90_wgmma sm90_transposed sm90_f32 sm90_large cublas sm80 simt",
                        *kUsual = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_large cublas sm80 simt",
+                       *kMany = "sm90_large sm90_wgmma sm90_mma sm90_transposed sm90_f32 cublas sm80 simt",
                        *kDecoded = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 cublas sm90_large sm80 simt";
   struct Case {
     int64_t m, n, k, group;
@@ -579,7 +580,11 @@ TEST(QgemmPlan, OrderOfVariants) {
       {1, 8192, 28672, 64, false, kUsual},      {2, 8192, 8192, 64, false, kUsual},
       {2, 16384, 4096, 64, false, kUsual},      {2, 16385, 4096, 64, false, kLoaded},
       {8, 28672, 8192, 64, false, kLoaded},     {8, 28672, 8200, 64, false, kUsual},
-      {64, 8192, 8192, 64, false, kUsual},      {512, 8192, 8192, 64, true, kUsual},
+      {64, 8192, 8192, 64, false, kUsual},      {33, 4096, 8448, 64, true, kMany},
+      {33, 4096, 8449, 64, true, kUsual},       {64, 28672, 8448, 64, true, kMany},
+      {16, 8192, 4096, 64, true, kUsual},       {17, 6144, 4096, 64, true, kMany},
+      {17, 6143, 4096, 64, true, kUsual},       {17, 4096, 512, 64, true, kMany},
+      {65, 8192, 8192, 64, true, kUsual},       {512, 8192, 8192, 64, true, kUsual},
       {6143, 8192, 8192, 64, true, kUsual},     {6144, 8192, 8192, 64, true, kDecoded},
       {6144, 8192, 8192, 128, true, kDecoded},  {6144, 8192, 8192, 127, false, kDecoded},
       {6144, 8192, 8192, 128, false, kUsual},   {8192, 8192, 8192, 8192, false, kUsual},

@@ -10,6 +10,10 @@
 // cluster, two or more: each has its share of what is summed, and stores its share of the tokens. Where tiles
 // are few, each becomes several, of parts of what is summed: then another kernel adds up their sums.
 //
+// Split: a block has one tile, and four warpgroups that multiply. Two or all of them have the same features,
+// and take stages in turn; each stores its share of the tokens. They need not look ahead: while one decodes,
+// the tensor cores multiply for others.
+//
 // Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each
 // loads half of a stage's x to the shared memory of both, when the warps of both are done with what was
 // there.
@@ -39,8 +43,16 @@ constexpr bool kExperts = kTiling.experts;
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
 static_assert(kTiling.double_quant == kDoubleQuant && !(kExperts && kDoubleQuant));
-constexpr int kMultipliers = kLargeThreads - 128;  // threads
-constexpr int kStaggerBarrier = 1;                 // of the two warpgroups
+constexpr int kMultipliers = kTiling.multipliers();
+constexpr int kMultiplierBarrier = 1;  // of their warpgroups
+// Warpgroups that take turns at the stages of the same features.
+constexpr int kSplits = kTiling.splits;
+constexpr int kAhead = kSplits == 1 ? 1 : 0;  // operands A that are decoded while one is multiplied
+static_assert(kSplits == 1 || (kBlocks == 1 && !kExperts && kTokens <= 128));
+// Nobody waits for a phase of a barrier while the one before the last may still be under way: parities would
+// be the same. Warpgroups that take turns do not wait for each other, so each has stages of the ring that no
+// other one uses.
+static_assert(kStages % kSplits == 0);
 using Registers = DealtRegisters<kMultipliers / 128>;
 using Place = RingPlace<kStages>;
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
@@ -51,6 +63,12 @@ constexpr int kGroups = kTiling.unit_groups();     // of a unit
 constexpr int kSteps = kLargeStage / 16;           // matrix instructions along a stage
 constexpr int kBoxes = kTiling.multicast ? 2 : 1;  // of x in a stage, and lanes that release it
 constexpr int kSharers = kTiling.sharers;          // blocks
+constexpr int kUnits = kTiling.units();
+// Two lanes copy codes, two x, and each pair takes turns at stages: to start the copies of one takes a lane
+// longer than it takes to multiply a small one. Tiles have even numbers of stages. Of experts one lane copies
+// codes, one x, and one finds tiles.
+constexpr int kTurns = kExperts ? 1 : 2;
+constexpr int kCopiers = kExperts ? 3 : 4;  // warps
 
 // A tile, of experts, as it lies in shared memory; last_stage 0: there is no other.
 struct alignas(16) TileSlot {
@@ -64,8 +82,9 @@ struct Block {
   u8* shared;
   u8* boxes;
   Barrier *full, *empty;
-  int thread, lane, warp, warpgroup;
-  u32 rank;  // in the cluster
+  int thread, lane, warp;
+  int column, split;  // of a warpgroup that multiplies: which features of the tile, and which turn
+  u32 rank;           // in the cluster
 
   __device__ __forceinline__ explicit Block(u8* memory)
       : shared(memory),
@@ -75,16 +94,17 @@ struct Block {
         thread(static_cast<int>(threadIdx.x)),
         lane(thread % 32),
         warp(__shfl_sync(~0u, thread / 32, 0)),
-        warpgroup(warp / 4),
+        column(warp / 4 / kSplits),
+        split(warp / 4 % kSplits),
         rank(cluster_rank()) {}
 
-  __device__ __forceinline__ void init_barriers() const {
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
+  // By each of those who copy.
+  __device__ __forceinline__ void init_barriers(int copier) const {
+    for (int stage = copier; stage < kStages; stage += kCopiers) {
       init_barrier(full + stage, 2);
-      init_barrier(empty + stage, kBoxes * kMultipliers / 32);
+      init_barrier(empty + stage, kBoxes * kMultipliers / kSplits / 32);
     }
-    if constexpr (kExperts) tile_ring().init_barriers(2 + kMultipliers / 32);
+    if (kExperts && copier == 0) tile_ring().init_barriers(2 + kMultipliers / 32);
   }
   __device__ __forceinline__ LargeTileRing tile_ring() const {
     return {shared + kTiling.tile_offset(), shared + kTiling.tile_barrier_offset()};
@@ -124,16 +144,18 @@ __device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& arg
 __device__ __forceinline__ const u8* weight_of(const Args& args, const Tile& tile) {
   return kExperts ? args.weight + tile.expert * args.experts.weight_bytes : args.weight;
 }
+// a / b, mostly 0, which takes no division: those of the first tile are what the first copy waits for.
+__device__ __forceinline__ int quotient(int a, int b) { return a < b ? 0 : a / b; }
 // The tile `number` of this block, of one weight; false behind the last one.
 __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int number) {
   const int index = static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x);
   tile.shared = index >= args.whole;
   int i = tile.shared ? args.whole + (index - args.whole) / kSharers : index;
   if (i >= args.tiles) return false;
-  const int of_part = args.feature_tiles * args.token_tiles;
-  tile.part = i / of_part;
+  const int of_part = args.feature_tiles * args.token_tiles, of_panel = args.panel * args.feature_tiles;
+  tile.part = quotient(i, of_part);
   i -= tile.part * of_part;
-  const int panel = i / (args.panel * args.feature_tiles), first = panel * args.panel;
+  const int first = quotient(i, of_panel) * args.panel;
   const int width = min(args.panel, args.token_tiles - first), rest = i - first * args.feature_tiles;
   // Neighbours have the same tokens where they load x for each other.
   const int multicast = kTiling.multicast ? args.multicast : 0, pair = rest >> multicast;
@@ -203,9 +225,8 @@ __device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& til
 // zero there, or y has no such feature.
 __device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& tile, int stage, int i,
                                           Barrier* full) {
-  const int first = tile.features * kBlocks;  // of 2 strips or units
-  const int strip = min(kTransposed ? stage * 2 + i % 2 : first * 4 + i, args.strips - 1);
-  const int unit = min(kTransposed ? first * 2 + i / 2 : stage, args.units - 1);
+  const int strip = min(kTransposed ? stage * 2 + i % 2 : tile.features * kUnits + i, args.strips - 1);
+  const int unit = min(kTransposed ? tile.features * (kUnits / 2) + i / 2 : stage, args.units - 1);
   constexpr int kUnitsPerBlock = kTiling.units_per_block();
   const u8* const block =
       weight_of(args, tile) + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
@@ -226,34 +247,37 @@ __device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& 
   }
 }
 
-// copy(tile, stage of the tile, place in the ring), where the place is empty.
+// copy(tile, stage of the tile, place in the ring), where the place is empty: of the stages of `turn`.
 template <class F>
-__device__ __forceinline__ void each_stage(const Args& args, const Block& block, const F& copy) {
+__device__ __forceinline__ void each_stage(const Args& args, const Block& block, int turn, const F& copy) {
   Place place;
+  place.stage = turn;
   Tile tile;
   for (Tiles<false> tiles(args, block); tiles.next(tile);)
-    for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
+    for (int stage = tile.first_stage + turn; stage < tile.last_stage;
+         stage += kTurns, place.advance(kTurns)) {
       wait(block.empty + place.stage, place.parity ^ 1);
       copy(tile, stage, place.stage);
     }
   // The block stays until the other one has arrived at its barriers for the last time.
   if constexpr (kTiling.multicast)
-    for (int i = 0; i < kStages; ++i, place.advance()) wait(block.empty + place.stage, place.parity ^ 1);
+    for (int i = turn; i < kStages; i += kTurns, place.advance(kTurns))
+      wait(block.empty + place.stage, place.parity ^ 1);
 }
 
-__device__ __forceinline__ void copy_codes(const Args& args, const Block& block) {
-  each_stage(args, block, [&](const Tile& tile, int stage, int place) {
+__device__ __forceinline__ void copy_codes(const Args& args, const Block& block, int turn) {
+  each_stage(args, block, turn, [&](const Tile& tile, int stage, int place) {
     arrive_expecting(block.full + place, kTiling.weight_bytes());
     u8* const units = block.shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
 #pragma unroll
-    for (int i = 0; i < kTiling.units(); ++i)
+    for (int i = 0; i < kUnits; ++i)
       copy_unit(units + i * kSlotBytes, args, tile, stage, i, block.full + place);
   });
 }
 
-__device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
+__device__ __forceinline__ void copy_x(const Args& args, const Block& block, int turn) {
   wait_for_earlier();
-  each_stage(args, block, [&](const Tile& tile, int stage, int place) {
+  each_stage(args, block, turn, [&](const Tile& tile, int stage, int place) {
     Barrier* const full = block.full + place;
     constexpr int kTokenBytes = kTiling.x_bytes() / kTokens;
     // Of experts, boxes have rows of the next ones, too, or zeros behind the last row.
@@ -285,13 +309,13 @@ __device__ __forceinline__ int feature_of(int warp, int g) {
 // Of a lane: what it loads of a stage, and the fragments that this becomes.
 class Operand {
  public:
-  __device__ __forceinline__ Operand(const Args& args, const u8* shared, int warpgroup, int warp, int lane,
+  __device__ __forceinline__ Operand(const Args& args, const u8* shared, int column, int warp, int lane,
                                      u32 rank)
       : args_(args),
-        units_(shared + kTiling.unit_offset() + warpgroup * kBlocks * 2 * kSlotBytes),
+        units_(shared + kTiling.unit_offset() + column * kBlocks * 2 * kSlotBytes),
         map_(reinterpret_cast<const float*>(shared + kTiling.map_offset())),
         table_lane_(pair_table_lane(lane, rank)),
-        first_pair_(warpgroup * kBlocks) {
+        first_pair_(column * kBlocks) {
     const int g = lane / 4, t = lane % 4;
     if constexpr (kTransposed) {
       // The words of 4 and of 8 more pairs of rows are at a constant distance.
@@ -439,7 +463,7 @@ class Operand {
 
   __device__ __forceinline__ void load_absmax(StoredParameters& stored, const Tile& tile, int stage,
                                               int block, int group) const {
-    const int pair = tile.features * 2 * kBlocks + first_pair_ + block;  // of strips (forward) or unit
+    const int pair = tile.features * (kUnits / 2) + first_pair_ + block;  // of strips (forward) or unit
     const int row = ((kTransposed ? stage : pair) * 2 + strip_) * kUnitRows + row_,
               unit = kTransposed ? pair : stage;
     // Rows and groups of the padding have no absmax, and what comes then does not matter.
@@ -505,8 +529,30 @@ class Multiplier {
   __device__ __forceinline__ Multiplier(const Args& args, const Block& block, RingTile x)
       : args_(args),
         block_(block),
-        operand_(args, block.shared, block.warpgroup, block.warp % 4, block.lane, block.rank),
+        operand_(args, block.shared, block.column, block.warp % 4, block.lane, block.rank),
         x_(x) {}
+
+  // Of a split tile, the stages that this warpgroup has: one or more. It lets go of one before it waits for
+  // the next: four that are held would be up to half of the ring.
+  __device__ __forceinline__ void multiply_split(Sums& sums, const Tile& tile) {
+    begin_releases(tile);
+    int stage = tile.first_stage + block_.split;
+    loaded_.stage = block_.split;
+    load(tile, stage);
+    operand_.decode(a_[0]);
+    start_products(sums.of[0], a_[0], loaded_.stage, false);
+    wgmma_wait<0>();
+    while ((stage += kSplits) < tile.last_stage) {
+      release(loaded_.stage);
+      loaded_.advance(kSplits);
+      load(tile, stage);
+      operand_.decode(a_[0]);
+      start_products(sums.of[0], a_[0], loaded_.stage, true);
+      wgmma_wait<0>();
+    }
+    if constexpr (kTiling.multicast) release(loaded_.stage);
+    pin(sums.of[0][0]);
+  }
 
   // Before the first tile.
   __device__ __forceinline__ void begin(const Tile& tile) {
@@ -518,9 +564,7 @@ class Multiplier {
   // first turn.
   __device__ __forceinline__ void multiply(Sums& sums, const Tile& tile, const Tile& next, bool goes_on,
                                            bool leads) {
-    if constexpr (kTiling.multicast)
-      released_ = shared_address_of(
-          block_.empty, loads_for_both(args_, tile) ? static_cast<u32>(block_.lane % kBoxes) : block_.rank);
+    begin_releases(tile);
     int place = 0;
     constexpr int kTurn = 2 / kBlocks;  // stages
     for (int stage = tile.first_stage; stage < tile.last_stage; stage += kTurn) {
@@ -536,18 +580,18 @@ class Multiplier {
       start_products(sums.of[0], a_[0], place, !begins);
       wgmma_wait<1>();
       if (!begins) release(before);
-      operand_.decode(a_[1]);
+      operand_.decode(a_[kAhead]);
 
       before = place;
       place = loaded_.stage;
       loaded_.advance();
       // Behind the last stage, what was loaded is decoded once more.
       if (!ends || goes_on) load(ends ? next : tile, ends ? next.first_stage : stage + kTurn);
-      start_products(sums.of[kBlocks - 1], a_[1], place, kTurn == 2 || !begins);
+      start_products(sums.of[kBlocks - 1], a_[kAhead], place, kTurn == 2 || !begins);
       wgmma_wait<1>();
       if (kTurn == 2) release(before);
       operand_.decode(a_[0]);
-      if (leads && begins) arrive_some(kStaggerBarrier, kMultipliers);
+      if (leads && begins) arrive_some(kMultiplierBarrier, kMultipliers);
     }
     wgmma_wait<0>();
     release(place);
@@ -558,6 +602,12 @@ class Multiplier {
   }
 
  private:
+  // Before those of a tile.
+  __device__ __forceinline__ void begin_releases(const Tile& tile) {
+    if constexpr (kTiling.multicast)
+      released_ = shared_address_of(
+          block_.empty, loads_for_both(args_, tile) ? static_cast<u32>(block_.lane % kBoxes) : block_.rank);
+  }
   // Stage `stage` of a tile, as soon as it is there.
   __device__ __forceinline__ void load(const Tile& tile, int stage) {
     wait(block_.full + loaded_.stage, loaded_.parity);
@@ -594,7 +644,7 @@ class Multiplier {
   const Block& block_;
   Operand operand_;
   RingTile x_;
-  u32 a_[2][kSteps][4];
+  u32 a_[1 + kAhead][kSteps][4];
   Place loaded_;      // the stage that was loaded last
   u32 released_ = 0;  // the barrier of the first stage, where this lane arrives
 };
@@ -625,36 +675,46 @@ __device__ __forceinline__ void unpack_pair(float (&to)[2], u32 pair) {
   to[1] = load(Element(), static_cast<u16>(pair >> 16));
 }
 
-// Of a block that shares a tile: of the tokens it stores, and of the sums of 64 features.
-constexpr int kShareTokens = kTokens / kSharers, kShareSums = kSums / kSharers;
+// Of a block that shares a tile with others, or of a warpgroup of a split one: of the tokens it stores, and
+// of the sums of 64 features.
+constexpr int kShares = kTiling.shares(), kShareTokens = kTokens / kShares, kShareSums = kSums / kShares;
 static_assert(kShareSums % 4 == 0);
 
-// Sum i of the tokens that the block `rank` stores.
+// Sum i of the tokens that `rank` stores.
 __device__ __forceinline__ float share_of(const Sums& sums, int block, int i, u32 rank) {
   float sum = sums.at(block, i);
 #pragma unroll
-  for (u32 other = 1; other < kSharers; ++other)
+  for (u32 other = 1; other < kShares; ++other)
     if (rank == other) sum = sums.at(block, i + static_cast<int>(other) * kShareSums);
   return sum;
 }
 
-// Adds the sums of the other blocks of the cluster to those of this block's share of the tokens, which become
-// the first; in the order of their ranks.
-__device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u32 rank) {
-  // The other blocks have used up their stages.
-  cluster_arrive();
-  cluster_wait();
-  u8* const exchange = boxes + thread * 16;
+// Adds the sums of the others, blocks of the cluster or warpgroups of a split tile, to those of this one's
+// share of the tokens, which become the first; in the order of their ranks.
+__device__ __forceinline__ void share_sums(Sums& sums, const Block& block, u32 rank) {
+  constexpr int kThreads = kSplits == 1 ? kMultipliers : 128;  // that share with as many others
+  constexpr int kShareBytes = kThreads * (kShares - 1) * kBlocks * kShareSums * 4;
+  const auto meet = [] {
+    if constexpr (kSplits == 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      sync_some(kMultiplierBarrier, kMultipliers);
+    }
+  };
+  meet();  // the others have used up their stages
+  u8* const exchange = block.boxes + block.thread / kThreads * kShareBytes + block.thread % kThreads * 16;
   const auto offset = [](u32 from, int b, int i) {
-    return (static_cast<int>(from) * kBlocks * kShareSums + b * kShareSums + i) / 4 * kMultipliers * 16;
+    return (static_cast<int>(from) * kBlocks * kShareSums + b * kShareSums + i) / 4 * kThreads * 16;
   };
   // Where each of the others has its place: one's own is left out.
   const auto each_other = [&](const auto& f) {
 #pragma unroll
-    for (u32 other = 0; other < kSharers - 1; ++other) f(other, other + (other >= rank));
+    for (u32 other = 0; other < kShares - 1; ++other) f(other, other + (other >= rank));
   };
   each_other([&](u32, u32 other) {
-    const u32 there = shared_address_of(exchange, other);
+    const u32 there = kSplits == 1 ? shared_address_of(exchange, other)
+                                   : shared_address(exchange) + (other - rank) * kShareBytes;
     const u32 place = rank - (rank > other);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
@@ -663,15 +723,18 @@ __device__ __forceinline__ void share_sums(Sums& sums, u8* boxes, int thread, u3
         float sent[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) sent[e] = share_of(sums, b, i + e, other);
-        store_cluster(there + static_cast<u32>(offset(place, b, i)), sent[0], sent[1], sent[2], sent[3]);
+        const u32 at = there + static_cast<u32>(offset(place, b, i));
+        if constexpr (kSplits == 1)
+          store_cluster(at, sent[0], sent[1], sent[2], sent[3]);
+        else
+          store_shared(at, sent[0], sent[1], sent[2], sent[3]);
       }
   });
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
     for (int i = 0; i < kShareSums; ++i) sums.at(b, i) = share_of(sums, b, i, rank);
-  cluster_arrive();
-  cluster_wait();
+  meet();
   each_other([&](u32 place, u32) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
@@ -818,7 +881,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, c
 template <int kCount>
 __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, const Tile& tile,
                                            const Block& block, int token) {
-  const int feature = tile.features * kTiling.features() + block.warpgroup * kBlocks * 64 +
+  const int feature = tile.features * kTiling.features() + block.column * kBlocks * 64 +
                       feature_of(block.warp % 4, block.lane / 4);
   const int first = kExperts ? 0 : tile.tokens * args.tokens,
             last_token = kExperts ? tile.count : min(first + args.tokens, args.m);
@@ -834,7 +897,7 @@ __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, c
 
 extern "C" __global__ void
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__launch_bounds__(kLargeThreads, 1)
+__launch_bounds__(kTiling.threads(), 1)
 #endif
     qgemm_sm90_large(const __grid_constant__ QgemmSm90LargeArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -843,39 +906,48 @@ __launch_bounds__(kLargeThreads, 1)
 
   let_next_start();
   const int copier = block.warp - kMultipliers / 32;
-  start_ring<kMultipliers, kExperts ? 3 : 2>(copier, &args.x, [&] { block.init_barriers(); });
+  start_ring<kMultipliers, kCopiers>(copier, &args.x, [&] { block.init_barriers(copier); });
   if constexpr (kTiling.multicast) cluster_arrive_relaxed();
 
-  if (block.warpgroup == kMultipliers / 128) {
+  if (copier >= 0) {
     keep_registers<Registers::kCopy>();
     if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
-    if (copier == 0 && elect_lane())
-      copy_codes(args, block);
-    else if (copier == 1 && elect_lane())
-      copy_x(args, block);
-    else if (kExperts && copier == 2 && elect_lane())
-      list_tiles(args, block);
+    if (!elect_lane()) return;
+    if (kExperts && copier >= 2) {
+      if (copier == 2) list_tiles(args, block);
+    } else if (copier % 2 == 0) {
+      copy_codes(args, block, copier / 2);
+    } else {
+      copy_x(args, block, copier / 2);
+    }
     return;
   }
 
   take_registers<Registers::kMultiply>();
   if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
-  if constexpr (kDoubleQuant)
+  if (kDoubleQuant && block.thread < 256)
     reinterpret_cast<float*>(block.shared + kTiling.map_offset())[block.thread] =
         reinterpret_cast<const float*>(args.weight + args.map)[block.thread];
   wait_for_earlier();
   if constexpr (kTiling.multicast) cluster_wait();
-  wait_for_ring<kMultipliers>();
+  wait_for_ring<kMultipliers, kCopiers>();
 
   Multiplier multiplier(args, block, {k_major_tile(block.boxes, 1024)});
   Sums sums = {};
   Tile tile, next;
   Tiles<true> tiles(args, block);
   if (!tiles.next(tile)) return;  // of experts
+  if constexpr (kSplits > 1) {
+    multiplier.multiply_split(sums, tile);
+    if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
+    share_sums(sums, block, static_cast<u32>(block.split));
+    store_tile<kShareSums>(sums, args, tile, block, block.split * kShareTokens);
+    return;
+  }
   bool goes_on = tiles.next(next);
   // Where the block has several tiles warpgroup 1 begins when 0 is a turn ahead.
-  bool leads = goes_on && block.warpgroup == 0;
-  if (goes_on && block.warpgroup == 1) sync_some(kStaggerBarrier, kMultipliers);
+  bool leads = goes_on && block.column == 0;
+  if (goes_on && block.column == 1) sync_some(kMultiplierBarrier, kMultipliers);
   multiplier.begin(tile);
   for (;; leads = false, goes_on = tiles.next(next)) {
     multiplier.multiply(sums, tile, next, goes_on, leads);
@@ -885,7 +957,7 @@ __launch_bounds__(kLargeThreads, 1)
     if (!goes_on) return;
     tile = next;
   }
-  share_sums(sums, block.boxes, block.thread, block.rank);
+  share_sums(sums, block, block.rank);
   store_tile<kShareSums>(sums, args, tile, block, static_cast<int>(block.rank) * kShareTokens);
 #endif
 }

@@ -8,8 +8,6 @@
 
 namespace halfbyte {
 
-// Two warpgroups multiply, one copies.
-inline constexpr int kLargeThreads = 384;
 // What is summed in a stage: columns (forward) or rows (transposed) of the weight.
 inline constexpr int kLargeStage = 64;
 // Of experts, tiles that are found ahead, and bytes of each in shared memory.
@@ -21,17 +19,22 @@ inline constexpr int kLargeTileSlots = 4, kLargeTileBytes = 32;
 struct QgemmSm90LargeTiling {
   int tokens;  // at most; a multiple of 16, above 256 of 32
   int blocks;  // of 64 features, that a warpgroup multiplies: 1 or 2
+  // 1: two warpgroups multiply, each the features that it has. 2 or 4: four do, and so many of them have the
+  // same block of features, each its share of the stages.
+  int splits;
   int bits;
   int group;            // columns that share a scale; 0: a row
   int parameter_bytes;  // of the parameters of a row and group
   bool double_quant;
   int stages;
   bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
-  int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared
+  int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared. Not of split tiles
   bool experts;    // rows of x meet the weights of experts: their tiles are in a list
 
-  HALFBYTE_FN int features() const { return blocks * 128; }
-  HALFBYTE_FN int units() const { return blocks * 4; }  // of a stage
+  HALFBYTE_FN int multipliers() const { return splits == 1 ? 256 : 512; }  // threads
+  HALFBYTE_FN int threads() const { return multipliers() + 128; }          // of a block: one warpgroup copies
+  HALFBYTE_FN int features() const { return multipliers() / 2 / splits * blocks; }
+  HALFBYTE_FN int units() const { return features() / formats::kUnitRows; }  // of a stage
   HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
   // Of the packed layout where parameters are inlined: units of a block, bytes of a block.
   HALFBYTE_FN int units_per_block() const {
@@ -56,16 +59,26 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
   HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
   HALFBYTE_FN int end_offset() const { return map_offset() + (double_quant ? 1024 : 0); }
-  HALFBYTE_FN int barrier_offset() const { return has_table() ? 128 : end_offset(); }
+  HALFBYTE_FN bool barriers_in_table() const { return has_table() && barrier_bytes() <= 128; }
+  HALFBYTE_FN int barrier_offset() const { return barriers_in_table() ? 128 : end_offset(); }
   HALFBYTE_FN int tile_bytes() const { return experts ? kLargeTileSlots * kLargeTileBytes : 0; }
   HALFBYTE_FN int tile_barrier_bytes() const { return experts ? kLargeTileSlots * 16 : 0; }
-  HALFBYTE_FN int tile_offset() const { return barrier_offset() + (has_table() ? 256 : barrier_bytes()); }
-  HALFBYTE_FN int tile_barrier_offset() const { return tile_offset() + (has_table() ? 256 : tile_bytes()); }
-  HALFBYTE_FN int shared_bytes() const {
-    return end_offset() + (has_table() ? 0 : barrier_bytes() + tile_bytes() + tile_barrier_bytes());
+  HALFBYTE_FN int tile_offset() const {
+    return barrier_offset() + (barriers_in_table() ? 256 : barrier_bytes());
   }
-  // Of the sums, four bytes each, that the other blocks which share a tile send to one.
-  HALFBYTE_FN int exchange_bytes() const { return tokens * features() / sharers * (sharers - 1) * 4; }
+  HALFBYTE_FN int tile_barrier_offset() const {
+    return tile_offset() + (barriers_in_table() ? 256 : tile_bytes());
+  }
+  HALFBYTE_FN int shared_bytes() const {
+    return end_offset() + (barriers_in_table() ? 0 : barrier_bytes() + tile_bytes() + tile_barrier_bytes());
+  }
+  // Those who have sums of the same features: each sums up all of a share of the tokens.
+  HALFBYTE_FN int shares() const { return splits == 1 ? sharers : splits; }
+  // Of the sums, four bytes each, that a block is sent by the others which share a tile, or those that its
+  // warpgroups send each other.
+  HALFBYTE_FN int exchange_bytes() const {
+    return tokens * features() * (shares() - 1) * 4 / (splits == 1 ? sharers : 1);
+  }
 };
 
 struct QgemmSm90LargeArgs {

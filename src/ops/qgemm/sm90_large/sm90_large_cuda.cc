@@ -13,11 +13,11 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kFewestTokens = 65;  // the other variants of sm_90 take fewer
+constexpr int kFewestTokens = 17;  // with fewer, the other variants of sm_90 are always ahead
 // Of an expert, on average: with fewer, qgemm_sm80 is ahead, forward and transposed
 // (`halfbyte bench qgemm --experts 128 --top-k 8 --m 256,512` with --variant of one and the other).
 constexpr int64_t kFewestExpertRows = 16, kFewestTransposedRows = 12;
-constexpr int kMaxStages = 8;
+constexpr int kMaxStages = 8, kMaxSplitStages = 16;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
 
@@ -54,22 +54,67 @@ std::string refuse(const QgemmProblem& p) {
   return "";
 }
 
+// A kind of tile, of up to so many tokens: as large as registers hold its sums. Clocks that a stage of it
+// takes, forward and transposed; 0: there is no such kernel, since it would gain 1 %. All clocks are those of
+// blocks on an H200, with nf4 in groups of 64, fitted to 1,096 times of 54 products, each with every kind
+// (within 5 %): `halfbyte bench qgemm --cliffs --variant qgemm_sm90_large --format nf4 --dtype bf16 --shape
+// 1024x1024,1536x2048,2048x2048,4096x4096,256x4096,4096x256 --m 128,192,256,384,512,513,768,1024,2048`.
+struct Candidate {
+  int tokens, blocks, splits;
+  double forward, transposed;
+};
+constexpr Candidate kCandidates[] = {{256, 1, 1, 1030, 1250}, {288, 1, 1, 1175, 1410}, {224, 1, 1, 930, 1130},
+                                     {192, 1, 1, 775, 1025},  {160, 1, 1, 690, 945},   {128, 2, 1, 1240, 0},
+                                     {128, 1, 1, 655, 840},   {96, 1, 1, 570, 710},    {64, 1, 1, 475, 605},
+                                     {128, 1, 2, 575, 790},   {128, 1, 4, 300, 400},   {96, 1, 4, 245, 305},
+                                     {64, 1, 4, 200, 255},    {32, 1, 4, 160, 200}};
+double clocks_of(const Candidate& candidate, bool transposed) {
+  return transposed ? candidate.transposed : candidate.forward;
+}
+// A candidate, and how many blocks share such tiles: 1 where they are split, else 2, or more of small ones,
+// since of others they gain nothing by it.
+struct Tile {
+  const Candidate* candidate;
+  int sharers;
+};
+std::vector<Tile> all_tiles() {
+  constexpr int kMostTokens = 96;
+  std::vector<Tile> tiles;
+  for (const Candidate& candidate : kCandidates)
+    for (const int sharers : {1, 2, 4, 8})
+      if ((sharers == 1) == (candidate.splits > 1) && (sharers <= 2 || candidate.tokens <= kMostTokens))
+        tiles.push_back({&candidate, sharers});
+  return tiles;
+}
+
 // All that a tile needs, with as many stages as fit.
-QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, int tokens, int blocks, int sharers) {
+QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile) {
   const formats::PackedLayout& weight = problem.weight;
   QgemmSm90LargeTiling tiling{};
+  const auto [tokens, blocks, splits, forward, transposed] = *tile.candidate;
   tiling.tokens = tokens;
   tiling.blocks = blocks;
+  tiling.splits = splits;
   tiling.bits = problem.codec.bits;
   tiling.group = inlined_group(problem);
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
   tiling.double_quant = problem.double_quant;
-  tiling.multicast = tokens > 128;  // x of so many takes longer to load than the weight
-  tiling.sharers = sharers;
+  tiling.multicast = tokens > 128 || splits == 2;  // x of so many takes longer to load than the weight
+  tiling.sharers = tile.sharers;
   tiling.experts = problem.experts.num > 0;
-  tiling.stages = kMaxStages;
-  while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
+  tiling.stages = splits == 1 ? kMaxStages : kMaxSplitStages;
+  while (tiling.shared_bytes() > kSharedBytes) tiling.stages -= splits;
   return tiling;
+}
+
+// As the key of the kernel has it.
+std::string word_of(const Tile& tile) {
+  const Candidate& candidate = *tile.candidate;
+  const int features = candidate.splits == 1 ? 128 * candidate.blocks : 256 / candidate.splits;
+  return fmt::format("{}x{}{}", candidate.tokens, features,
+                     tile.sharers == 1   ? "-split"
+                     : tile.sharers == 2 ? ""
+                                         : fmt::format("-by-{}", tile.sharers));
 }
 
 // How tiles are dealt out.
@@ -83,36 +128,26 @@ struct Division {
   int cluster = 1;
   bool multicast = false;
   int64_t tiles() const { return feature_tiles * token_tiles * parts; }
+  int64_t last_stages() const { return stages - (parts - 1) * part_stages; }
 };
 
-// A kind of tile, of up to so many tokens: as large as registers hold its sums. Clocks that a stage of it
-// takes, forward and transposed; 0: there is no such kernel, since it would gain 1 %. All clocks are those of
-// blocks on an H200, with nf4 in groups of 64: `halfbyte bench qgemm --cliffs --variant qgemm_sm90_large
-// --format nf4 --m 96,128,160,192,224,256,288 --shape 16896x4096` times products of one round of tiles.
-struct Candidate {
-  int tokens, blocks;
-  double forward, transposed;
-};
-constexpr Candidate kCandidates[] = {{288, 1, 1245, 1310}, {256, 1, 1090, 1135}, {224, 1, 955, 1020},
-                                     {192, 1, 830, 945},   {160, 1, 735, 840},   {128, 2, 1260, 0},
-                                     {128, 1, 670, 745},   {96, 1, 600, 620},    {64, 1, 490, 585}};
-double clocks_of(const Candidate& candidate, bool transposed) {
-  return transposed ? candidate.transposed : candidate.forward;
-}
-// That the end of a tile takes, for each token and block of features. Where tiles are shared, what their
-// cluster takes, and the exchange of sums, which grows with the share that goes to other blocks: they are
-// written to at some 14 bytes a clock, by stores or by bulk copies.
-constexpr double kEndClocks = 9, kShareClocks = 900, kExchangeClocks = 54;
+// That the end of a tile takes, for each token and block of features of a warpgroup: of the last of a block,
+// and of others, which the next one hides in part. Where tiles are split, what its warpgroups take to meet,
+// and for each token and 64 features that they give each other; where they are shared, the same of a cluster.
+constexpr double kEndClocks = 20, kInnerEndClocks = 12;
+constexpr double kSplitClocks = 400, kSplitExchangeClocks = 5;
+constexpr double kShareClocks = 1900, kExchangeClocks = 33;
 
-// That adding up parts takes; bytes of them a clock.
-constexpr double kSumClocks = 4400, kSumBytes = 1700;
+// That adding up parts takes, for each part, and bytes of them a clock; and what it takes longer where all
+// multiprocessors are full of the blocks before, so that its own cannot be there ahead of time.
+constexpr double kSumClocks = 1900, kPartClocks = 270, kSumBytes = 2750, kLateSumClocks = 1600;
 
-// Whether there is such a kernel. With three stages that of 288 tokens takes twice as long. Many blocks share
-// small tiles only: others gain nothing by it. Sums are exchanged by rows of four, where x was.
+// Whether there is such a kernel. With three stages that of 288 tokens takes twice as long. Sums are
+// exchanged by rows of four, where x was.
 bool can_be(const QgemmSm90LargeTiling& t) {
-  constexpr int kFewestStages = 4, kMostTokens = 96;
-  return t.stages >= kFewestStages && (t.sharers == 2 || t.tokens <= kMostTokens) &&
-         t.tokens % (8 * t.sharers) == 0 && t.exchange_bytes() <= t.stages * t.x_bytes();
+  constexpr int kFewestStages = 4;
+  return t.stages >= std::max(kFewestStages, 2 * t.splits) && t.tokens % (8 * t.shares()) == 0 &&
+         t.exchange_bytes() <= t.stages * t.x_bytes();
 }
 
 // How many clusters of so many blocks there is room for at once. A block has a multiprocessor, a cluster
@@ -135,10 +170,9 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
   d.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
   d.part_stages = formats::round_up(ceil_div(d.stages, parts), 2);
   d.parts = ceil_div(d.stages, d.part_stages);
-  const int64_t last_stages = d.stages - (d.parts - 1) * d.part_stages;
   const int64_t clusters = clusters_at_once(num_multiprocessors, sharers), at_once = clusters * sharers;
   const int64_t rest = sharers > 2 ? d.tiles() : d.tiles() % at_once;
-  const bool shares = sharers > 1 && rest > 0 && rest <= clusters && last_stages >= 2 * sharers;
+  const bool shares = sharers > 1 && rest > 0 && rest <= clusters && d.last_stages() >= 2 * sharers;
   d.whole = d.tiles() - (shares ? rest : 0);
   d.multicast = tiling.multicast && d.feature_tiles % 2 == 0 && d.whole > 0;
   d.cluster = shares ? sharers : d.multicast ? 2 : 1;
@@ -150,16 +184,28 @@ Division divide(const QgemmProblem& p, const QgemmSm90LargeTiling& tiling, int64
   return d;
 }
 
-// By this model.
-double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks) {
+// By this model, but for what is the same of all.
+double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks, int num_multiprocessors) {
+  const bool shares = d.whole < d.tiles();
   const auto stages = static_cast<double>(d.part_stages);
-  const auto sums = static_cast<double>(d.tokens * d.tiling.blocks);
+  const auto sums = static_cast<double>(d.tokens * d.tiling.blocks) / d.tiling.splits;
   const auto rounds = static_cast<double>(ceil_div(d.whole, d.blocks));
-  double time = rounds * (stages * stage_clocks + kEndClocks * sums);
-  if (d.whole < d.tiles())
-    time += stages / d.cluster * stage_clocks + kShareClocks +
-            kExchangeClocks * sums * (d.cluster - 1) / d.cluster;
-  if (d.parts > 1) time += kSumClocks + static_cast<double>(d.parts * p.m * p.out_cols() * 8) / kSumBytes;
+  double time = rounds * (stages * stage_clocks + kInnerEndClocks * sums);
+  if (!shares) time += (kEndClocks - kInnerEndClocks) * sums;
+  if (d.tiling.splits > 1) {
+    const auto given = static_cast<double>(d.tokens * (d.tiling.splits - 1) * d.tiling.features()) / 64;
+    time += kSplitClocks + kSplitExchangeClocks * given;
+  }
+  if (shares) {
+    const double given = sums * (d.cluster - 1) / d.cluster;
+    time += stages / d.cluster * stage_clocks + kShareClocks + kExchangeClocks * given +
+            kEndClocks * sums / d.cluster;
+  }
+  if (d.parts > 1) {
+    const auto bytes = static_cast<double>(d.parts * p.m * p.out_cols() * 8);
+    time += kSumClocks + kPartClocks * static_cast<double>(d.parts) + bytes / kSumBytes;
+    if (d.blocks > num_multiprocessors / 2) time += kLateSumClocks;
+  }
   return time;
 }
 
@@ -185,9 +231,10 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const Candidate& candidate : kCandidates) {
-    const QgemmSm90LargeTiling tiling = tiling_of(p, candidate.tokens, candidate.blocks, 2);
+    const QgemmSm90LargeTiling tiling = tiling_of(p, {&candidate, 2});
     const double clocks = clocks_of(candidate, p.transposed);
-    if (clocks == 0 || candidate.tokens > most_expert_tokens(p) || !can_be(tiling)) continue;
+    if (clocks == 0 || candidate.splits > 1 || candidate.tokens > most_expert_tokens(p) || !can_be(tiling))
+      continue;
     const double time = tiles_of_expert(candidate.tokens) * clocks / candidate.blocks;
     if (time >= least) continue;
     least = time;
@@ -215,23 +262,26 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
   double least = std::numeric_limits<double>::max();
-  for (const Candidate& candidate : kCandidates)
-    for (const int sharers : {1, 2, 4, 8}) {
-      const double stage_clocks = clocks_of(candidate, p.transposed);
-      const QgemmSm90LargeTiling tiling =
-          tiling_of(p, candidate.tokens, candidate.blocks, std::max(sharers, 2));
-      if (stage_clocks == 0 || !can_be(tiling)) continue;
-      for (const int64_t parts : {1, 2, 4, 8}) {
-        const Division d = divide(p, tiling, parts, sharers, num_multiprocessors);
-        // Workspace and the sum of parts are for one round.
-        if (d.parts != parts || (parts > 1 && d.tiles() > num_multiprocessors)) continue;
-        if ((d.whole < d.tiles()) != (sharers > 1)) continue;
-        const double time = clocks_of(d, p, stage_clocks);
-        if (time >= least) continue;
-        best = d;
-        least = time;
-      }
+  const auto consider = [&](const Tile& tile, int sharers) {
+    const QgemmSm90LargeTiling tiling = tiling_of(p, tile);
+    const double stage_clocks = clocks_of(*tile.candidate, p.transposed);
+    if (stage_clocks == 0 || !can_be(tiling)) return;
+    for (const int64_t parts : {1, 2, 4, 8}) {
+      const Division d = divide(p, tiling, parts, sharers, num_multiprocessors);
+      // Workspace and the sum of parts are for one round, as are split tiles.
+      const bool one_round = parts > 1 || tiling.splits > 1;
+      if (d.parts != parts || (one_round && d.tiles() > num_multiprocessors)) continue;
+      if ((d.whole < d.tiles()) != (sharers > 1) || d.last_stages() < tiling.splits) continue;
+      const double time = clocks_of(d, p, stage_clocks, num_multiprocessors);
+      if (time >= least) continue;
+      best = d;
+      least = time;
     }
+  };
+  for (const Tile& tile : all_tiles()) {
+    consider(tile, tile.sharers);
+    if (tile.sharers == 2) consider(tile, 1);  // none are shared
+  }
   return best;
 }
 
@@ -243,6 +293,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTili
                             cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
                                                 {{"tokens", t.tokens},
                                                  {"blocks", t.blocks},
+                                                 {"splits", t.splits},
                                                  {"bits", t.bits},
                                                  {"group", t.group},
                                                  {"parameter_bytes", t.parameter_bytes},
@@ -292,7 +343,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     load(kernel_of(problem, tiling_),
-         {division.blocks, kLargeThreads, tiling_.shared_bytes(), division.cluster}, division.parts, {},
+         {division.blocks, tiling_.threads(), tiling_.shared_bytes(), division.cluster}, division.parts, {},
          has_pairs_of_y(problem));
   }
 
@@ -332,21 +383,21 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   problem.experts.num = cuda::is_set(values, "experts") ? 1 : 0;
   const std::string reason = refuse_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
-  const QgemmSm90LargeTiling tiling =
-      tiling_of(problem, number_of(values, "tokens"), number_of(values, "features") / 128,
-                number_of(values, "sharers"));
+  const std::string& word = values.at("tile");
+  const std::vector<Tile> tiles = all_tiles();
+  const auto tile = std::ranges::find(tiles, word, word_of);
+  HALFBYTE_CHECK(tile != tiles.end(), usage, "qgemm_sm90_large: there is no tile {}", word);
+  const QgemmSm90LargeTiling tiling = tiling_of(problem, *tile);
   const int most = most_expert_tokens(problem);
   HALFBYTE_CHECK(
       problem.experts.num == 0 || (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= most),
-      usage, "qgemm_sm90_large: experts go with sharers 2, at most {} tokens and without double-quant", most);
-  HALFBYTE_CHECK(can_be(tiling) && std::ranges::any_of(kCandidates,
-                                                       [&](const Candidate& candidate) {
-                                                         return candidate.tokens == tiling.tokens &&
-                                                                candidate.blocks == tiling.blocks &&
-                                                                clocks_of(candidate, problem.transposed) > 0;
-                                                       }),
-                 usage, "qgemm_sm90_large: tokens {}, features {} and sharers {} do not go together{}",
-                 tiling.tokens, tiling.features(), tiling.sharers,
+      usage,
+      "qgemm_sm90_large: experts go with tiles that are neither split nor shared by more than two, of at "
+      "most "
+      "{} rows, and without double-quant",
+      most);
+  HALFBYTE_CHECK(can_be(tiling) && clocks_of(*tile->candidate, problem.transposed) > 0, usage,
+                 "qgemm_sm90_large: tile {} does not go with the weight{}", word,
                  problem.transposed ? " where transposed" : "");
   return kernel_of(problem, tiling);
 }
@@ -356,10 +407,10 @@ std::vector<cuda::Kernel> kernels() {
   for (KernelKey& key : keys)
     if (key.name == "dtype") std::erase(key.values, "f32");
   keys.push_back(cuda::flag_key("transposed", "The product along the rows of the weight."));
-  keys.push_back(
-      number_key("tokens", {256, 288, 224, 192, 160, 128, 96, 64}, "Rows of x in a tile, at most."));
-  keys.push_back(number_key("features", {128, 256}, "Columns of y in a tile."));
-  keys.push_back(number_key("sharers", {2, 4, 8}, "Blocks that share the tiles that are left."));
+  KernelKey tile = {
+      "tile", {}, false, "Rows and columns of y, and how many blocks, or if warpgroups, share one."};
+  for (const Tile& one : all_tiles()) tile.values.push_back(word_of(one));
+  keys.push_back(std::move(tile));
   keys.push_back(experts_key());
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};

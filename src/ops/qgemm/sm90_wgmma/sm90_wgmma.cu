@@ -28,6 +28,7 @@ constexpr bool kFindsRows = kTiling.finds_rows();
 static_assert(kStages > 1 && !(kExperts && kDoubleQuant));
 constexpr int kWarpgroups = kTiling.warpgroups();  // that multiply; one more copies
 constexpr int kMultipliers = kWarpgroups * 128, kThreads = kTiling.threads();
+constexpr int kCopiers = kExperts ? 3 : 2;  // warps
 using Registers = DealtRegisters<kWarpgroups>;
 constexpr int kRowGroups = kTiling.row_groups(), kColGroups = kTiling.col_groups();
 // Of strips: of a tile, of a warpgroup.
@@ -132,13 +133,14 @@ struct Block {
     return {shared + kTiling.tile_offset(), shared + kTiling.tile_barrier_offset()};
   }
 
-  __device__ __forceinline__ void init_barriers() const {
-    if constexpr (kExperts) tile_ring().init_barriers(2 + kWarpgroups * 4);
-#pragma unroll
-    for (int slot = 0; slot < kStages; ++slot) {
+  // By each of those who copy.
+  __device__ __forceinline__ void init_barriers(int copier) const {
+    for (int slot = copier; slot < kStages; slot += kCopiers) {
       init_barrier(full + slot, 2);
       init_barrier(empty + slot, kWarpgroups * 4);
     }
+    if (copier != 0) return;
+    if constexpr (kExperts) tile_ring().init_barriers(2 + kWarpgroups * 4);
     init_barrier(received, 1);
     init_barrier(taken, 4);
   }
@@ -728,7 +730,7 @@ __launch_bounds__(kThreads, 1)
 
   let_next_start();
   const int copier = block.warp - kWarpgroups * 4;
-  start_ring<kMultipliers, kExperts ? 3 : 2>(copier, &args.x, [&] { block.init_barriers(); });
+  start_ring<kMultipliers, kCopiers>(copier, &args.x, [&] { block.init_barriers(copier); });
   const auto shares = [&] { return kTiling.shared && args.log2_cluster > 0; };
   if (shares()) cluster_arrive_relaxed();
 
@@ -753,7 +755,7 @@ __launch_bounds__(kThreads, 1)
     if (block.thread < 256)
       block.map[block.thread] = reinterpret_cast<const float*>(args.weight + args.map)[block.thread];
   wait_for_earlier();
-  wait_for_ring<kMultipliers>();
+  wait_for_ring<kMultipliers, kCopiers>();
   if (shares()) cluster_wait();  // the other block has its barriers
 
   const Lane lane(block);

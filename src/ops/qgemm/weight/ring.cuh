@@ -18,8 +18,9 @@ template <int kStages>
 struct RingPlace {
   int stage = 0;
   u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void advance(int by = 1) {  // at most kStages
+    stage += by;
+    if (stage >= kStages) stage -= kStages, parity ^= 1;
   }
 };
 
@@ -55,28 +56,25 @@ __device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
 constexpr int kRingBarrier = 14;
 
 // How a block with such a ring starts, by all threads. `copier`: the warp's number among those that do not
-// multiply. The first of the kCopiers that use barriers makes them, by init_barriers() of one lane; it waits
-// for nobody and starts to copy. The second copies x. Those that multiply, of a number below 0, have much to
-// do before they wait for it, by wait_for_ring().
+// multiply. The kCopiers that use barriers make them, by init_barriers() of one lane each, where barriers of
+// `stages` are dealt out. The second copies x. Those that multiply, of a number below 0, have much to do
+// before they wait for it, by wait_for_ring().
 template <int kMultipliers, int kCopiers, class F>
 __device__ __forceinline__ void start_ring(int copier, const TensorMap* x, const F& init_barriers) {
   constexpr int kMadeForCopiers = 15;
-  if (copier == 0) {
-    if (elect_lane()) {
-      init_barriers();
-      fence_barrier_init();
-    }
-    __syncwarp();
-    arrive_some(kRingBarrier, kMultipliers + 32);
-    arrive_some(kMadeForCopiers, kCopiers * 32);
-  } else if (copier > 0 && copier < kCopiers) {
-    if (copier == 1 && elect_lane()) prefetch_map(x);
-    sync_some(kMadeForCopiers, kCopiers * 32);
+  if (copier < 0 || copier >= kCopiers) return;
+  if (elect_lane()) {
+    init_barriers();
+    fence_barrier_init();
+    if (copier == 1) prefetch_map(x);
   }
+  __syncwarp();
+  arrive_some(kRingBarrier, kMultipliers + kCopiers * 32);
+  sync_some(kMadeForCopiers, kCopiers * 32);
 }
-template <int kMultipliers>
+template <int kMultipliers, int kCopiers>
 __device__ __forceinline__ void wait_for_ring() {
-  sync_some(kRingBarrier, kMultipliers + 32);
+  sync_some(kRingBarrier, kMultipliers + kCopiers * 32);
 }
 
 #endif
