@@ -221,15 +221,24 @@ __device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& til
 
 // ---- 3. The ring is filled: by one lane each.
 
-// Codes and parameters of unit `i` of a stage. Behind the last strip and the last unit these once more: x is
-// zero there, or y has no such feature.
+// Unit `i` of a stage: its strip, and its number in there. Behind the last strip and the last unit these once
+// more: x is zero there, or y has no such feature.
+__device__ __forceinline__ int strip_of(const Args& args, const Tile& tile, int stage, int i) {
+  return min(kTransposed ? stage * 2 + i % 2 : tile.features * kUnits + i, args.strips - 1);
+}
+__device__ __forceinline__ int unit_of(const Args& args, const Tile& tile, int stage, int i) {
+  return min(kTransposed ? tile.features * (kUnits / 2) + i / 2 : stage, args.units - 1);
+}
+constexpr int kUnitsPerBlock = kTiling.units_per_block();
+__device__ __forceinline__ const u8* block_of(const Args& args, const Tile& tile, int strip, int unit) {
+  return weight_of(args, tile) + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
+}
+
+// Its codes and parameters.
 __device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& tile, int stage, int i,
                                           Barrier* full) {
-  const int strip = min(kTransposed ? stage * 2 + i % 2 : tile.features * kUnits + i, args.strips - 1);
-  const int unit = min(kTransposed ? tile.features * (kUnits / 2) + i / 2 : stage, args.units - 1);
-  constexpr int kUnitsPerBlock = kTiling.units_per_block();
-  const u8* const block =
-      weight_of(args, tile) + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
+  const int strip = strip_of(args, tile, stage, i), unit = unit_of(args, tile, stage, i);
+  const u8* const block = block_of(args, tile, strip, unit);
   if constexpr (kTiling.joint()) {
     copy_bulk(to, block, kSlotBytes, full);
   } else {
@@ -245,6 +254,22 @@ __device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& 
                   kSeconds, full);
     }
   }
+}
+
+// By those who multiply: the codes of the first stages, on their way before there are barriers to copy by.
+// Where little is summed it saves a tenth of the time (256x4096, transposed, 256 rows of x: 5.3 to 4.6 us);
+// split tiles, which have more in flight, gain nothing.
+__device__ __forceinline__ void prefetch_codes(const Args& args, int thread) {
+  constexpr int kLines = 16, kLineBytes = 128;  // of a unit, at most
+  const int i = thread / kLines % kUnits, line = thread % kLines;
+  Tile tile;
+  if (find_tile(tile, args, 0) && line * kLineBytes < kSlotBytes) {
+    const int stage = tile.first_stage + thread / (kLines * kUnits);
+    const int strip = strip_of(args, tile, stage, i), unit = unit_of(args, tile, stage, i);
+    const u8* const codes = block_of(args, tile, strip, unit) + unit % kUnitsPerBlock * kUnitBytes;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(codes + line * kLineBytes));
+  }
+  __syncwarp();
 }
 
 // copy(tile, stage of the tile, place in the ring), where the place is empty: of the stages of `turn`.
@@ -923,6 +948,7 @@ __launch_bounds__(kTiling.threads(), 1)
     return;
   }
 
+  if constexpr (kSplits == 1 && !kExperts) prefetch_codes(args, block.thread);
   take_registers<Registers::kMultiply>();
   if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
   if (kDoubleQuant && block.thread < 256)

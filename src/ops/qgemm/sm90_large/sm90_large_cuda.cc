@@ -8,6 +8,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_large/sm90_large_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/stage_x_args.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -258,6 +259,11 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   return best;
 }
 
+// Whether rows of x, or their copies, begin lines of 128 bytes. If not, each stage of a row takes two: the
+// second-level cache then holds back tiles of 64 columns, which read x most often (34 us for 24, of 4098x4098
+// with 256 rows).
+bool has_lines_of_x(const QgemmProblem& p) { return !has_aligned_x(p) || p.in_cols() % kStageXLine == 0; }
+
 // What takes the least time.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
@@ -265,7 +271,7 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   const auto consider = [&](const Tile& tile, int sharers) {
     const QgemmSm90LargeTiling tiling = tiling_of(p, tile);
     const double stage_clocks = clocks_of(*tile.candidate, p.transposed);
-    if (stage_clocks == 0 || !can_be(tiling)) return;
+    if (stage_clocks == 0 || !can_be(tiling) || (tiling.splits == 4 && !has_lines_of_x(p))) return;
     for (const int64_t parts : {1, 2, 4, 8}) {
       const Division d = divide(p, tiling, parts, sharers, num_multiprocessors);
       // Workspace and the sum of parts are for one round, as are split tiles.

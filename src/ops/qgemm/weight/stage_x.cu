@@ -1,4 +1,4 @@
-// qgemm_stage_x: x as kernels load it, in rows that are padded to whole chunks of 16 bytes: as it is, or f32
+// qgemm_stage_x: x as kernels load it, in rows that are padded to whole lines of 128 bytes: as it is, or f32
 // as three matrices of bf16 (parts.cuh). A thread takes kStageXCols columns of a row.
 #include "cuda/device/bulk.cuh"
 #include "ops/qgemm/weight/parts.cuh"

@@ -7,8 +7,10 @@ namespace halfbyte {
 
 inline constexpr int kStageXThreads = 256;
 inline constexpr int kStageXCols = 8;  // of a thread
+// Of 16 bits, 128 bytes: else tensor copies of 64 columns take two lines of the second-level cache for each.
+inline constexpr int kStageXLine = 64;
 
-// x [m, cols] becomes [parts][m][stride]: rows are padded with 0 to `stride`, a multiple of kStageXCols.
+// x [m, cols] becomes [parts][m][stride]: rows are padded with 0 to `stride`, a multiple of kStageXLine.
 struct QgemmStageXArgs {
   const void* x;
   void* to;

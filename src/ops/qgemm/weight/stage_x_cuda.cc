@@ -21,7 +21,7 @@ bool has_aligned_x(const QgemmProblem& problem) {
 QgemmStageX::QgemmStageX(const cuda::Context& context, const QgemmProblem& problem, int parts) {
   args_.m = problem.rows_of_x();
   args_.cols = problem.in_cols();
-  args_.stride = formats::round_up(args_.cols, kStageXCols);
+  args_.stride = formats::round_up(args_.cols, kStageXLine);
   args_.aligned = has_aligned_x(problem);
   function_ = cuda::get_kernel(context, kernel_of(problem.dtype, parts));
   grid_ = {ceil_div(args_.m * (args_.stride / kStageXCols), kStageXThreads), kStageXThreads};
@@ -42,7 +42,7 @@ void QgemmStageX::run(const void* x, void* to, bool early, void* stream) const {
 std::vector<cuda::Kernel> qgemm_stage_x_kernels() {
   return {{{"qgemm",
             "qgemm_stage_x",
-            "Copies x to rows that are whole chunks of 16 bytes.",
+            "Copies x to rows that are whole lines of 128 bytes.",
             {{"dtype", {"bf16", "f16", "f32"}, false, "The dtype of x."},
              cuda::flag_key("parts", "f32 as three matrices of bf16.")}},
            [](const cuda::KernelValues& values) {
