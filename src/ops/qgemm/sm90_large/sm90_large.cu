@@ -49,9 +49,9 @@ constexpr int kMultiplierBarrier = 1;  // of their warpgroups
 constexpr int kSplits = kTiling.splits;
 constexpr int kAhead = kSplits == 1 ? 1 : 0;  // operands A that are decoded while one is multiplied
 static_assert(kSplits == 1 || (kBlocks == 1 && !kExperts && kTokens <= 128));
-// Nobody waits for a phase of a barrier while the one before the last may still be under way: parities would
-// be the same. Warpgroups that take turns do not wait for each other, so each has stages of the ring that no
-// other one uses.
+// Who waits for a phase of a barrier must know that the one before it has ended: a wait tells them apart by
+// parity only. Warpgroups that take turns do not wait for each other, so each has stages of the ring of its
+// own.
 static_assert(kStages % kSplits == 0);
 using Registers = DealtRegisters<kMultipliers / 128>;
 using Place = RingPlace<kStages>;

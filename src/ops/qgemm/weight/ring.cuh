@@ -56,9 +56,9 @@ __device__ __forceinline__ void arrive_some(int barrier, int num_threads) {
 constexpr int kRingBarrier = 14;
 
 // How a block with such a ring starts, by all threads. `copier`: the warp's number among those that do not
-// multiply. The kCopiers that use barriers make them, by init_barriers() of one lane each, where barriers of
-// `stages` are dealt out. The second copies x. Those that multiply, of a number below 0, have much to do
-// before they wait for it, by wait_for_ring().
+// multiply. The kCopiers that use barriers make them, one lane of each its share, by init_barriers(). The
+// second copies x. Those that multiply, of a number below 0, have much to do before they wait for it, by
+// wait_for_ring().
 template <int kMultipliers, int kCopiers, class F>
 __device__ __forceinline__ void start_ring(int copier, const TensorMap* x, const F& init_barriers) {
   constexpr int kMadeForCopiers = 15;
