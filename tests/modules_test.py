@@ -79,6 +79,16 @@ def test_an_unknown_model_is_selected_by_names_with_a_warning(halfbyte, tmp_path
     assert not halfbyte("quantize", source, "-o", tmp_path / "own", "--layout", "halfbyte").stdout.startswith("warning")
 
 
+def test_names_of_an_unknown_model(halfbyte, tmp_path):
+    kept = ["model.embed_tokens.weight", "wte.weight", "transformer.wpe.weight", "a.shared.weight", "relative_attention_bias.weight",
+            "lm_head.weight", "output.weight", "head.weight", "score.weight", "classifier.weight", "final_norm.weight", "mlp.gate.weight",
+            "delegate.weight", "moe.router.weight", "router.layer.weight"]  # fmt: skip
+    chosen = ["a.xwte.weight", "ashared.weight", "a.output.weight", "a.head.weight", "gate_proj.weight", "q.weight", "router.proj.weight"]
+    tensors = {name: matrix(64, 64) for name in kept + chosen}
+    source = write_model(tmp_path / "model", "NobodyForCausalLM", tensors, model_type="nobody")
+    assert quantized(quantize(halfbyte, source, tmp_path / "out")) == sorted(chosen)
+
+
 def test_include_of_what_the_reader_cannot_load(halfbyte, llama, tmp_path):
     include = ("--include", "embed_tokens", "--format", "nf4")
     run = quantize(halfbyte, llama, tmp_path / "out", *include, expect=USAGE)

@@ -1,6 +1,7 @@
 #include "io/selection.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <regex>
@@ -66,17 +67,12 @@ bool has_back_reference(const std::string& pattern) {
   return false;
 }
 
-// Regular expressions that are searched in names.
+// The regular expressions of --include or --exclude, which are searched in names.
 class NameFilter {
  public:
-  // Ours, of few states.
-  NameFilter(const char* name, const char* expression)
-      : option_(name), expressions_{std::regex(expression, std::regex::ECMAScript | std::regex::optimize)} {}
-
-  // Those of --include or --exclude. Anything that backtracks would take time exponential in a name for some,
-  // so all are followed at once, and a match is one of the whole name. There are no back-references then.
-  NameFilter(const char* option, const std::vector<std::string>& expressions)
-      : option_(option), is_whole_(true) {
+  // Anything that backtracks would take time exponential in a name for some, so all are followed at once, and
+  // a match is one of the whole name. There are no back-references then.
+  NameFilter(const char* option, const std::vector<std::string>& expressions) : option_(option) {
     constexpr auto kSyntax = std::regex::ECMAScript | std::regex_constants::__polynomial;
     for (const std::string& text : expressions) try {
         HALFBYTE_CHECK(
@@ -96,9 +92,8 @@ class NameFilter {
   bool matches(const std::string& name) const {
     if (name.size() > kMaxMatchedName) return false;
     try {
-      return std::ranges::any_of(expressions_, [&](const std::regex& e) {
-        return is_whole_ ? std::regex_match(name, e) : std::regex_search(name, e);
-      });
+      return std::ranges::any_of(expressions_,
+                                 [&](const std::regex& e) { return std::regex_match(name, e); });
     } catch (const std::regex_error& error) {
       HALFBYTE_FAIL(usage, "{}: too complex for \"{}\": {}", option_, printable(name), error.what());
     }
@@ -106,22 +101,25 @@ class NameFilter {
 
  private:
   const char* option_;
-  bool is_whole_ = false;
   std::vector<std::regex> expressions_;
 };
 
 // For architectures that the table does not have. Names of embeddings; of heads, norms and routers, which
 // lose more than they save.
-const NameFilter& embedding_names() {
-  static const auto& filter =
-      *new NameFilter("embeddings", R"(embed|(^|\.)(wte|wpe|shared)\.weight$|relative_attention_bias)");
-  return filter;
+bool names_embedding(std::string_view name) {
+  if (name.find("embed") != name.npos || name.find("relative_attention_bias") != name.npos) return true;
+  return std::ranges::any_of(
+      std::to_array<std::string_view>({".wte.weight", ".wpe.weight", ".shared.weight"}),
+      [&](std::string_view end) { return name.ends_with(end) || name == end.substr(1); });
 }
-const NameFilter& kept_names() {
-  static const auto& filter = *new NameFilter(
-      "kept",
-      R"(lm_head|^(output|head|score|classifier)\.weight$|norm|(gate|router|router\.layer)\.weight$)");
-  return filter;
+bool names_kept(std::string_view name) {
+  constexpr auto kWhole =
+      std::to_array<std::string_view>({"output.weight", "head.weight", "score.weight", "classifier.weight"});
+  constexpr auto kEnds =
+      std::to_array<std::string_view>({"gate.weight", "router.weight", "router.layer.weight"});
+  return name.find("lm_head") != name.npos || name.find("norm") != name.npos ||
+         std::ranges::find(kWhole, name) != kWhole.end() ||
+         std::ranges::any_of(kEnds, [&](std::string_view end) { return name.ends_with(end); });
 }
 
 bool is_quantizable(const std::optional<DType>& dtype) {
@@ -417,7 +415,7 @@ class Selector {
 // Why a weight of an unknown architecture stays dense by default.
 std::string Selector::reason_by_name(const Weight& weight) const {
   const std::string& name = weight.name;
-  if (name.size() > kMaxMatchedName || embedding_names().matches(name) || kept_names().matches(name) ||
+  if (name.size() > kMaxMatchedName || names_embedding(name) || names_kept(name) ||
       !(name.ends_with(".weight") || weight.shape.size() == 3))
     return "not selected";
   return "";
@@ -476,7 +474,7 @@ void Selector::select(const Weight& weight, size_t index) {
     outputs = {whole_weight(weight, index)};
   }
   std::vector<std::string> skips;
-  if (rank >= 2 && (module || !embedding_names().matches(name))) skips = skips_of_weight(name, module);
+  if (rank >= 2 && (module || !names_embedding(name))) skips = skips_of_weight(name, module);
   for (OutputWeight& output : outputs)
     selection_.weights.push_back({std::move(output), reason.empty(), reason, skips, {}, module});
 }
