@@ -305,6 +305,15 @@ QuantSpec nf4() {
   spec.scale_dtype = DType::f16;
   return spec;
 }
+// With a table of values and without, and scales of 8 bits.
+std::array<QuantSpec, 3> table_codes_and_nested() {
+  QuantSpec wide = grouped(nf4(), 128);
+  wide.format = Format::int8;
+  QuantSpec nested = grouped(nf4(), 64);
+  nested.scale_dtype = DType::f32;
+  nested.double_quant = true;
+  return {nf4(), wide, nested};
+}
 
 class QgemmCudaShapes : public testing::CudaTest, public ::testing::WithParamInterface<bool> {};
 
@@ -389,14 +398,9 @@ TEST_P(QgemmCudaShapes, Large) {
     check_variants(d, static_cast<uint64_t>(n));
   }
 }
-// Few tiles, which clusters of 2, 4 and 8 blocks share; with a table of values and without, scales of 8 bits.
+// Few tiles, which clusters of 2, 4 and 8 blocks share.
 TEST_P(QgemmCudaShapes, SharedTiles) {
-  QuantSpec wide = grouped(nf4(), 128);
-  wide.format = Format::int8;
-  QuantSpec nested = grouped(nf4(), 64);
-  nested.scale_dtype = DType::f32;
-  nested.double_quant = true;
-  for (const QuantSpec& spec : {nf4(), wide, nested})
+  for (const QuantSpec& spec : table_codes_and_nested())
     for (const auto& [m, features, sums] :
          {std::array<int64_t, 3>{100, 1000, 1024}, {72, 250, 4090}, {200, 330, 2048}}) {
       QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
@@ -411,12 +415,7 @@ TEST_P(QgemmCudaShapes, SharedTiles) {
 // Tiles whose sums four warpgroups share: of 64 columns of y and 32, 64, 96 or 128 rows, and of 128 by 128,
 // by what qgemm_sm90_large chooses on 132 multiprocessors.
 TEST_P(QgemmCudaShapes, SplitTiles) {
-  QuantSpec wide = grouped(nf4(), 128);
-  wide.format = Format::int8;
-  QuantSpec nested = grouped(nf4(), 64);
-  nested.scale_dtype = DType::f32;
-  nested.double_quant = true;
-  for (const QuantSpec& spec : {nf4(), wide, nested})
+  for (const QuantSpec& spec : table_codes_and_nested())
     for (const auto& [m, features, sums] :
          {std::array<int64_t, 3>{17, 300, 1000},
           {50, 200, 4090},
@@ -456,11 +455,6 @@ TEST_P(QgemmCudaShapes, GroupsOf16) {
 }
 // Several rounds, tiles and slices a block, which take many rows or columns; tails everywhere.
 TEST_P(QgemmCudaShapes, ManyTiles) {
-  QuantSpec wide = grouped(nf4(), 128);
-  wide.format = Format::int8;
-  QuantSpec nested = grouped(nf4(), 64);
-  nested.scale_dtype = DType::f32;
-  nested.double_quant = true;
   struct Shape {
     int64_t m, n, k;
   };
@@ -472,7 +466,7 @@ TEST_P(QgemmCudaShapes, ManyTiles) {
                                       {70, 136, 25600}}
                  : std::vector<Shape>{{5, 4500, 8712},  {20, 8500, 264},  {64, 17100, 264},
                                       {64, 28672, 512}, {512, 8500, 136}, {70, 25600, 136}};
-  for (const QuantSpec& spec : {nf4(), wide, nested})
+  for (const QuantSpec& spec : table_codes_and_nested())
     for (const auto& [m, n, k] : shapes) {
       QgemmDescriptor d = descriptor(spec, DType::bf16, GetParam());
       d.m = m;

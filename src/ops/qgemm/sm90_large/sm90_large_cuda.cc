@@ -14,7 +14,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kFewestTokens = 17;  // with fewer, the other variants of sm_90 are always ahead
+constexpr int kFewestTokens = 17;  // with fewer, the other variants of sm_90 were not timed beside it
 // Of an expert, on average: with fewer, qgemm_sm80 is ahead, forward and transposed
 // (`halfbyte bench qgemm --experts 128 --top-k 8 --m 256,512` with --variant of one and the other).
 constexpr int64_t kFewestExpertRows = 16, kFewestTransposedRows = 12;
@@ -398,9 +398,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   HALFBYTE_CHECK(
       problem.experts.num == 0 || (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= most),
       usage,
-      "qgemm_sm90_large: experts go with tiles that are neither split nor shared by more than two, of at "
-      "most "
-      "{} rows, and without double-quant",
+      "qgemm_sm90_large: experts go with tiles of at most {} rows that are neither split nor shared by more "
+      "than two blocks, and without double-quant",
       most);
   HALFBYTE_CHECK(can_be(tiling) && clocks_of(*tile->candidate, problem.transposed) > 0, usage,
                  "qgemm_sm90_large: tile {} does not go with the weight{}", word,
