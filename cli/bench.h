@@ -24,7 +24,7 @@ struct BenchArguments {
   std::vector<int64_t> m;
   int64_t lora = 0, experts = 0, top_k = 1;
   double skew = 0;
-  std::string direction = "both", y = "slots";
+  std::string direction = "both", y = "slots", math = "auto";
   std::string scale_dtype, variant, view;
   bool double_quant = false, asymmetric = false, explain = false, cliffs = false;
 };

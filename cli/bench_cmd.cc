@@ -285,6 +285,8 @@ void add_bench_command(CLI::App& app, Command& command) {
   of_qgemm(sub.add_flag("--asymmetric", arguments->asymmetric, "With --format: integers with a zero point"));
   of_qgemm(add("--variant", arguments->variant, "NAME",
                "The variant to measure, as --explain names it (default: the first that takes the case)"));
+  of_qgemm(add("--math", arguments->math, "WHICH",
+               "auto (default), tf32, f64 or int8 (the CPU, forward), as QgemmMath has them"));
   of_qgemm(add("--lora", arguments->lora, "RANK",
                "CUDA: also measure with a low-rank adapter: two thin products by cuBLAS, then the product "
                "adds to them")

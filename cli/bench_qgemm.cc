@@ -182,6 +182,7 @@ std::vector<QuantSpec> specs_of(const BenchArguments& arguments, const Defaults&
 std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defaults& defaults) {
   std::vector<QgemmBenchCase> cases;
   const std::vector<QuantSpec> specs = specs_of(arguments, defaults);
+  const QgemmMath math = parse_qgemm_math(arguments.math);
   const auto& others = defaults.other_shapes;
   const bool all_shapes =
       others.empty() || !arguments.shapes.empty() || !arguments.models.empty() || !arguments.formats.empty();
@@ -191,6 +192,8 @@ std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defa
       for (const std::string& dtype : given_or(arguments.dtypes, defaults.dtypes))
         for (const bool transposed : {false, true}) {
           if (arguments.direction == (transposed ? "forward" : "transposed")) continue;
+          if (transposed && math == QgemmMath::int8 && arguments.direction == "both")
+            continue;  // there is none
           for (const int64_t rows : given_or(arguments.m, defaults.m)) {
             const double products =
                 static_cast<double>(rows) * static_cast<double>(shape.n) * static_cast<double>(shape.k);
@@ -202,6 +205,7 @@ std::vector<QgemmBenchCase> cases_of(const BenchArguments& arguments, const Defa
             descriptor.k = shape.k;
             descriptor.transposed = transposed;
             descriptor.dtype = parse_dtype(dtype);
+            descriptor.math = math;
             descriptor.variant = arguments.variant;
             descriptor.packed = arguments.view.empty();
             if (!descriptor.packed) descriptor.layout = parse_layout(arguments.view);
@@ -224,6 +228,7 @@ Json case_json(const QgemmBenchCase& test) {
           {"m", d.m},
           {"direction", direction_of(d)},
           {"dtype", to_string(d.dtype)},
+          {"math", to_string(d.math)},
           {"spec", spec_json(d.spec)}};
 }
 
@@ -307,8 +312,9 @@ std::vector<BenchColumn> columns_of(const QgemmBenchRow& row, const Compared& co
 }
 std::string title_of(const QgemmBenchCase& test) {
   const QgemmDescriptor& d = test.descriptor;
-  return fmt::format("{} {}{} {} {} M {}", test.shape, weight_text(d.spec),
+  return fmt::format("{} {}{} {}{} {} M {}", test.shape, weight_text(d.spec),
                      d.packed ? "" : fmt::format(" {}", to_string(d.layout)), to_string(d.dtype),
+                     d.math == QgemmMath::automatic ? "" : fmt::format(" {}", to_string(d.math)),
                      direction_of(d), d.m);
 }
 

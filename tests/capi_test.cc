@@ -397,7 +397,7 @@ TEST(CApi, WordsOfEveryEnumerator) {
     EXPECT_OK(halfbyte_reader_find(halfbyte_reader_name(i), &found));
     EXPECT_EQ(found, i);
   }
-  for (int32_t i = 0; i <= HALFBYTE_QGEMM_MATH_F64; ++i) {
+  for (int32_t i = 0; i <= HALFBYTE_QGEMM_MATH_INT8; ++i) {
     halfbyte_qgemm_math found = -1;
     EXPECT_OK(halfbyte_qgemm_math_find(halfbyte_qgemm_math_name(i), &found));
     EXPECT_EQ(found, i);
@@ -1085,8 +1085,8 @@ TEST(CApi, ProductsWithQuantizedWeights) {
   descriptor.variant = "qgemm_sm60";
   EXPECT_EQ(halfbyte_qgemm_select(kCpu, &descriptor, nullptr, &raw), HALFBYTE_USAGE);
   descriptor.variant = nullptr;
-  descriptor.math = 3;
-  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.math must be 0 to 2, got 3",
+  descriptor.math = 4;
+  EXPECT_FAILS(HALFBYTE_USAGE, "descriptor.math must be 0 to 3, got 4",
                halfbyte_qgemm_explain(kCpu, &descriptor, &text));
 }
 

@@ -136,6 +136,19 @@ def test_bf16_activations(halfbyte, tmp_path):
         assert 1e-7 < abs(document["eval"]["nats_per_byte"] - loss) < 5e-3  # rounded, and not by much
 
 
+@pytest.mark.parametrize("format", ["nf4", "int4", "nvfp4", "affine3"])
+def test_activations_of_8_bits(format, halfbyte, tmp_path):
+    layout = ["--layout", "halfbyte"]
+    halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", format, *layout)
+    exact = evaluate(tmp_path / "model")
+    document = evaluate(tmp_path / "model", "--math", "int8")
+    assert document["math"] == "int8"
+    assert 1e-7 < abs(document["eval"]["nats_per_byte"] - exact["eval"]["nats_per_byte"]) < 1e-2
+    assert document["eval"] != exact["eval"]
+    same = evaluate(tmp_path / "model", "--math", "int8", "--threads", 5)
+    assert same["eval"]["nats_per_byte"] == document["eval"]["nats_per_byte"]
+
+
 def test_any_number_of_threads_gives_the_same_loss(halfbyte, tmp_path):
     halfbyte("quantize", TINY_LLAMA, "-o", tmp_path / "model", "--format", "int4")
     results = {evaluate(tmp_path / "model", "--threads", n)["eval"]["nats_per_byte"] for n in (1, 2, 5)}

@@ -77,7 +77,8 @@ QgemmDescriptor descriptor_of(const PackedTensor& weight, int64_t m, const Tenso
           .n = weight.view().rows,
           .k = weight.view().cols,
           .dtype = options.dtype,
-          .bias = bias.num_elements() > 0};
+          .bias = bias.num_elements() > 0,
+          .math = options.math};
 }
 
 class QuantizedLinear : public Linear {

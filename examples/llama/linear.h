@@ -18,6 +18,7 @@ enum class Matmul { fused, dequantize };
 struct Options {
   halfbyte::Device device;  // of products with quantized weights; all else is on the host
   halfbyte::DType dtype = halfbyte::DType::f32;  // f32, bf16: of what goes into linear layers and comes out
+  halfbyte::QgemmMath math = halfbyte::QgemmMath::automatic;  // of linear layers: automatic, int8
   Matmul matmul = Matmul::fused;
   int num_threads = 1;
   std::vector<halfbyte::Device> members;  // more than one: weights are cut, and each has a part

@@ -33,6 +33,8 @@ constexpr const char* kUsage = R"(usage: llama (--eval FILE | --prompt TEXT) [op
     --seed N           of the choices at a temperature (0)
   --matmul KIND        of quantized weights: fused (they stay quantized), or dequantize (to f32, when loaded) (fused)
   --dtype TYPE         of what goes into linear layers and comes out: f32 or bf16 (f32)
+  --math KIND          of fused linear layers: auto, or int8 (on the CPU: what goes into them has 8 bits; experts as
+                       auto) (auto)
   --device DEVICE      of fused products: cpu, cuda, cuda:N; the rest is computed on the host (cpu)
   --tensor-parallel N  cuts weights among N devices: the first N of CUDA; of the CPU N groups of threads (1)
   --threads N          (all)
@@ -97,6 +99,8 @@ Arguments parse_arguments(int argc, char** argv) {
       options.matmul = one_of("fused", "dequantize") ? Matmul::fused : Matmul::dequantize;
     else if (word == "--dtype")
       options.dtype = one_of("f32", "bf16") ? DType::f32 : DType::bf16;
+    else if (word == "--math")
+      options.math = halfbyte::parse_qgemm_math(one_of("auto", "int8") ? "auto" : "int8");
     else if (word == "--device")
       options.device = halfbyte::parse_device(value());
     else if (word == "--tensor-parallel")
@@ -264,6 +268,7 @@ void run(const Arguments& arguments) {
                    {"model_type", model.config().model_type},
                    {"matmul", options.matmul == Matmul::fused ? "fused" : "dequantize"},
                    {"dtype", halfbyte::to_string(options.dtype)},
+                   {"math", halfbyte::to_string(options.math)},
                    {"device", halfbyte::to_string(options.device)},
                    {"tensor_parallel", options.members.size()},
                    {"threads", options.num_threads},

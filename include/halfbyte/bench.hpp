@@ -106,7 +106,7 @@ HALFBYTE_API CublasInfo cublas_info();
 
 struct QgemmBenchCase {
   std::string shape;           // of the weight, a name: "4096x4096"
-  QgemmDescriptor descriptor;  // packed, without bias, accumulate and math; early_start is ignored
+  QgemmDescriptor descriptor;  // packed, without bias and accumulate; early_start is ignored
   int64_t lora = 0;            // rank of a low-rank adapter to measure too; 0: none
 };
 
@@ -137,7 +137,7 @@ struct QgemmBenchRow {
   // Error of y, for both plans, over some rows: the norm of its difference from qgemm_simt or qgemm_ref with
   // f64 sums, divided by the norm of the latter. NaN if y has NaN.
   double error = kNone;
-  double error_limit = 0;  // what the rounding of dtype allows
+  double error_limit = 0;  // what the rounding of dtype and math allows
   bool correct() const { return error <= error_limit; }
 };
 

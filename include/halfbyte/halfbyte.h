@@ -1019,8 +1019,9 @@ enum {
   HALFBYTE_QGEMM_MATH_AUTO = 0,
   HALFBYTE_QGEMM_MATH_TF32 = 1,
   HALFBYTE_QGEMM_MATH_F64 = 2,
+  HALFBYTE_QGEMM_MATH_INT8 = 3,
 };
-/* "auto", "tf32", "f64". HALFBYTE_USAGE for other words; NULL for a number that is none of these. */
+/* "auto", "tf32", "f64", "int8". HALFBYTE_USAGE for other words; NULL for a number that is none of these. */
 HALFBYTE_API halfbyte_status halfbyte_qgemm_math_find(const char* word, halfbyte_qgemm_math* math);
 HALFBYTE_API const char* halfbyte_qgemm_math_name(halfbyte_qgemm_math math);
 

@@ -97,7 +97,8 @@ HALFBYTE_API const char* to_string(WeightRounding rounding);  // "none" "code-ro
 
 // What holds for the results of a plan.
 struct PrecisionGuarantee {
-  DType math = DType::f32;          // the type of the arithmetic: f64 for f64 tensors, else f32
+  DType math = DType::f32;          // the type of the arithmetic: f64 for f64 tensors, i8 for products with
+                                    // math = int8, else f32
   DType accumulator = DType::f32;   // of sums; minima and maxima are exact
   bool deterministic = true;        // the same bytes run to run
   bool same_on_all_devices = true;  // and for every device, SIMD target and number of threads

@@ -148,8 +148,13 @@ enum class QgemmMath : uint8_t {
   automatic,  // bf16 and f16: exact products, f32 sums. f32: f32 products, f32 sums
   tf32,       // f32 only: operands may be rounded to tf32
   f64,        // f32 only: products and sums in f64, rounded once
+  // The CPU, forward, any dtype, formats but fp8: x is rounded to 8 bits with a scale for each 64 columns of
+  // a row, and the values of a code book are rounded to 8 bits; integers are exact. Sums of 64 columns are
+  // exact, too, and scaled in f32. Every target and number of threads gives the same bytes. docs/qgemm.md has
+  // the error.
+  int8,
 };
-HALFBYTE_API const char* to_string(QgemmMath math);  // "auto" "tf32" "f64"
+HALFBYTE_API const char* to_string(QgemmMath math);  // "auto" "tf32" "f64" "int8"
 HALFBYTE_API QgemmMath parse_qgemm_math(std::string_view word);
 
 // The part of the output that one block of a simt kernel computes; 0: chosen by the library.

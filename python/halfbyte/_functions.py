@@ -498,7 +498,8 @@ def qgemm(
     """y = x W^T (+ bias), or transposed y = x W, with a quantized weight W [rows, cols].
 
     x: bf16, f16 or f32 [..., cols] (transposed [..., rows]); y of its dtype [..., rows] (transposed [..., cols]); bias:
-    [rows]. accumulate: out += instead of a new y. math: "auto", "tf32" or "f64" (both f32 only). variant: only that
+    [rows]. accumulate: out += instead of a new y. math: "auto", "tf32" or "f64" (both f32 only), or "int8" (the CPU, not
+    transposed: x is rounded to 8 bits). variant: only that
     implementation; see explain_qgemm. Raises ValueError for shapes, dtypes and devices that do not fit, and Error
     (DEVICE) where no implementation takes them.
 

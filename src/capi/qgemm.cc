@@ -9,7 +9,7 @@ using namespace halfbyte;
 using namespace halfbyte::capi;
 
 static_assert(HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED == static_cast<int>(WeightRounding::weight_rounded));
-static_assert(HALFBYTE_QGEMM_MATH_F64 == static_cast<int>(QgemmMath::f64));
+static_assert(HALFBYTE_QGEMM_MATH_INT8 == static_cast<int>(QgemmMath::int8));
 
 namespace {
 
@@ -87,7 +87,7 @@ QgemmDescriptor descriptor_of(const halfbyte_qgemm_descriptor* given) {
   descriptor.layout = enum_of(c.layout, Layout::gpt_oss, "descriptor.layout");
   descriptor.bias = flag_of(c.bias, "descriptor.bias");
   descriptor.accumulate = flag_of(c.accumulate, "descriptor.accumulate");
-  descriptor.math = enum_of(c.math, QgemmMath::f64, "descriptor.math");
+  descriptor.math = enum_of(c.math, QgemmMath::int8, "descriptor.math");
   descriptor.early_start = flag_of(c.early_start, "descriptor.early_start");
   descriptor.alignment = c.alignment;
   if (c.variant != nullptr) descriptor.variant = c.variant;
@@ -180,7 +180,7 @@ halfbyte_status halfbyte_qgemm_math_find(const char* word, halfbyte_qgemm_math* 
       [&] { required(math, "math") = static_cast<int32_t>(parse_qgemm_math(&required(word, "word"))); });
 }
 const char* halfbyte_qgemm_math_name(halfbyte_qgemm_math math) {
-  return math < 0 || math > HALFBYTE_QGEMM_MATH_F64 ? nullptr : to_string(static_cast<QgemmMath>(math));
+  return math < 0 || math > HALFBYTE_QGEMM_MATH_INT8 ? nullptr : to_string(static_cast<QgemmMath>(math));
 }
 const char* halfbyte_weight_rounding_name(halfbyte_weight_rounding rounding) {
   return rounding < 0 || rounding > HALFBYTE_WEIGHT_ROUNDING_WEIGHT_ROUNDED

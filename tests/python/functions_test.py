@@ -251,6 +251,25 @@ def test_products(spec, shape):
     assert np.allclose(halfbyte.qgemm(back, packed, transposed=True), back @ w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("spec", ["nf4", "int4,asymmetric,group_size=32", "int8,granularity=channel", "affine4", "affine3"])
+def test_products_with_activations_of_8_bits(spec):
+    """On the CPU whatever the package runs on: with x as it is rounded, integer codes give exact sums."""
+    q = halfbyte.quantize(random(96, 160, seed=13), spec)
+    x = random(5, 160, seed=14)
+    rounded = np.empty_like(x)
+    for begin in range(0, 160, 64):
+        part = x[:, begin : begin + 64]
+        scale = np.abs(part).max(1, keepdims=True) / F(127)
+        rounded[:, begin : begin + 64] = np.rint(part / scale) * scale
+    w = q.dequantize("f64")
+    y = halfbyte.qgemm(x, q.pack(), math="int8")
+    error = np.linalg.norm(y - rounded @ w.T) / np.linalg.norm(y)
+    assert error < (1e-2 if spec == "nf4" else 1e-6)  # entries of a code book have 8 bits, too
+    assert np.linalg.norm(y - x @ w.T) / np.linalg.norm(y) < 2e-2
+    with pytest.raises(ValueError, match="math int8 needs transposed false"):
+        halfbyte.qgemm(random(5, 96), q.pack(), math="int8", transposed=True)
+
+
 def test_products_give_the_bytes_of_their_plan():
     q = halfbyte.quantize(random(64, 128), "nf4")
     packed, x = q.pack(), random(5, 128, seed=17)

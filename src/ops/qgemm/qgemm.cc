@@ -16,8 +16,10 @@
 namespace halfbyte {
 namespace {
 
-constexpr std::array<Word<QgemmMath>, 3> kMaths{
-    {{QgemmMath::automatic, "auto"}, {QgemmMath::tf32, "tf32"}, {QgemmMath::f64, "f64"}}};
+constexpr std::array<Word<QgemmMath>, 4> kMaths{{{QgemmMath::automatic, "auto"},
+                                                 {QgemmMath::tf32, "tf32"},
+                                                 {QgemmMath::f64, "f64"},
+                                                 {QgemmMath::int8, "int8"}}};
 
 }  // namespace
 
@@ -44,8 +46,14 @@ void check_descriptor(const QgemmDescriptor& d) {
   contiguous_bytes(DType::f64, std::array{d.m, d.n});
   contiguous_bytes(DType::f64, std::array{d.m, d.k});
   HALFBYTE_CHECK(!d.bias || !d.transposed, usage, "{}: bias must be false where transposed is true", kWhat);
-  HALFBYTE_CHECK(d.math == QgemmMath::automatic || d.dtype == DType::f32, usage,
+  const bool int8 = d.math == QgemmMath::int8;
+  HALFBYTE_CHECK(d.math == QgemmMath::automatic || int8 || d.dtype == DType::f32, usage,
                  "{}: math {} needs dtype f32, got {}", kWhat, to_string(d.math), to_string(d.dtype));
+  HALFBYTE_CHECK(!int8 || !d.transposed, usage,
+                 "{}: math int8 needs transposed false: rows of the weight have scales of their own", kWhat);
+  HALFBYTE_CHECK(!int8 || info(d.spec.format).kind != FormatKind::floating, usage,
+                 "{}: math int8 needs codes that are integers or of a table, got format {}", kWhat,
+                 info(d.spec.format).name);
   check_alignment(kWhat, d.alignment, d.dtype);
   HALFBYTE_MUST(d.tile.m >= 0 && d.tile.n >= 0, invalid_problem, kWhat, "tile", "not be", "negative",
                 fmt::format("{} x {}", d.tile.m, d.tile.n));
@@ -96,8 +104,16 @@ bool many_rows_pay(const QgemmProblem& p) {
 
 // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.
 // qgemm_sm90_large is 4 to 8 % behind cuBLAS on an H200, but for forward products of groups of 128 columns
-// and more, where it is as fast.
-bool decoding_pays(const QgemmProblem& p) { return p.m >= 6144 && (p.transposed || p.group < 128); }
+// and more, where it is as fast. Transposed it is 10 to 50 % behind where the weight is small, or has more
+// parameters than scales: with more than 1024 rows, decoding takes 0.77 to 1.05 times as long there, up to
+// 2048 x 2048 with 640 rows 0.87 to 1.03 times.
+bool decoding_pays(const QgemmProblem& p) {
+  if (p.m >= 6144) return p.transposed || p.group < 128;
+  if (!p.transposed) return false;
+  if (p.m <= 1024) return p.m >= 640 && p.n <= 2048 && p.k <= 2048;
+  const bool small = static_cast<double>(p.n) * static_cast<double>(p.k) <= 3072.0 * 3072;
+  return small || p.weight.has_biases || p.codec.asymmetric || p.double_quant;
+}
 
 // A view is read by qgemm_simt and qgemm_ref only. To pack it first takes as long as to read and write the
 // weight. On an H200, qgemm_simt streams a view past at most 8 rows of x; with more it takes 68 us for 16
@@ -135,6 +151,7 @@ constexpr Row kOrder[] = {
     {&kQgemmSm80},
     {&kQgemmSimt},
     // The CPU
+    {&kQgemmInt8},
     {&kQgemmAvx512, &tiles_are_empty},
     {&kQgemmAmx},
     {&kQgemmAvx512},
@@ -209,6 +226,7 @@ std::string reason_of(const QgemmVariant& variant, const QgemmProblem& problem) 
   if (variant.device != problem.device.kind)
     return variant.device == DeviceKind::cpu ? "it is for the CPU" : "it is for CUDA devices";
   if (problem.in_cols() == 0 && !variant.takes_empty_sums) return "there is nothing to sum";
+  if (problem.math == QgemmMath::int8 && !variant.takes_int8) return "math must not be int8";
   if (problem.experts.num > 0 && variant.device == DeviceKind::cuda && !variant.takes_experts)
     return "it takes one weight, not those of experts";
   return variant.refuse(problem);

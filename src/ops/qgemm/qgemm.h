@@ -94,6 +94,7 @@ struct QgemmVariant : Variant<QgemmProblem, std::shared_ptr<const QgemmKernel>> 
   bool takes_empty_sums = false;
   // On CUDA: it takes the weights of experts, too.
   bool takes_experts = false;
+  bool takes_int8 = false;  // QgemmMath::int8, too
 };
 
 // All, in the order in which they are tried for the problem.
@@ -127,6 +128,7 @@ extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA c
 extern const QgemmVariant kQgemmCublas;          // m > 64: slices of the weight decoded, then cuBLASLt
 extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
 extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
+extern const QgemmVariant kQgemmInt8;            // the CPU: packed, QgemmMath::int8
 extern const QgemmVariant kQgemmAmx;             // the CPU: bf16 on tiles of AMX
 extern const QgemmVariant kQgemmAvx512;          // the CPU: bf16, vdpbf16ps
 extern const QgemmVariant kQgemmSimd;            // the CPU: packed, f32 arithmetic on vectors

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "ops/qgemm/weight/int8.h"
 #include "ops/qgemm/weight/weight.h"
 
 namespace halfbyte {
@@ -27,7 +28,12 @@ inline ReferenceWeight reference_weight(const QgemmProblem& problem, const Qgemm
   const int code = load_code(problem, tensors, row, col);
   auto [scale, bias, zero_point] = load_group<double>(problem, tensors, row, col);
   double value = code;
+  const bool int8 = problem.math == QgemmMath::int8;
   if (codec.kind == formats::Kind::table) value = static_cast<double>(codec.book.values[code]);
+  if (codec.kind == formats::Kind::table && int8) {
+    const Int8Table table = int8_table(codec);
+    value = table.values[static_cast<size_t>(code)] * static_cast<double>(table.unit);
+  }
   if (codec.kind == formats::Kind::integer) value = code + codec.q_min - zero_point;
   if (codec.kind == formats::Kind::floating)
     value = static_cast<double>(formats::e4m3_to_f32(static_cast<uint8_t>(code)));
@@ -38,7 +44,7 @@ inline ReferenceWeight reference_weight(const QgemmProblem& problem, const Qgemm
     const double weight = rounded(rounded(value) * rounded(scale * global) + rounded(bias)) / global;
     return {weight, std::fabs(weight)};
   }
-  if (rounding == WeightRounding::code_rounded) value = round_to(value, problem.dtype);
+  if (rounding == WeightRounding::code_rounded && !int8) value = round_to(value, problem.dtype);
   double magnitude = std::fabs(value * scale) + std::fabs(bias);
   if (rounding == WeightRounding::code_rounded && codec.asymmetric)
     magnitude = (code + std::abs(zero_point - codec.q_min)) * std::fabs(scale);
@@ -53,6 +59,26 @@ inline double half_ulp(double value, DType dtype) {
   return std::ldexp(1.0, exponent - digits);
 }
 
+// x as products multiply it, [m, in_cols].
+inline std::vector<double> reference_x(const QgemmProblem& problem, const void* x) {
+  const int64_t cols = problem.in_cols();
+  std::vector<double> values;
+  for (int64_t i = 0; i < problem.m * cols; ++i) values.push_back(load_element<double>(x, i, problem.dtype));
+  if (problem.math != QgemmMath::int8) return values;
+  for (int64_t row = 0; row < problem.m; ++row)
+    for (int64_t begin = 0; begin < cols; begin += formats::kUnitCols) {
+      double* const unit = values.data() + row * cols + begin;
+      const int64_t n = std::min<int64_t>(cols - begin, formats::kUnitCols);
+      double most = 0;
+      for (int64_t i = 0; i < n; ++i) most = std::fmax(most, std::fabs(unit[i]));
+      const auto [scale, reciprocal] = int8_scale(static_cast<float>(most));
+      for (int64_t i = 0; i < n; ++i)
+        unit[i] = static_cast<double>(std::nearbyint(static_cast<float>(unit[i]) * reciprocal)) *
+                  static_cast<double>(scale);
+    }
+  return values;
+}
+
 struct QgemmReference {
   std::vector<double> y, bound;  // |result - y| <= bound
   std::vector<double> error;     // the bound without the rounding to the dtype of y
@@ -61,9 +87,8 @@ struct QgemmReference {
 inline QgemmReference qgemm_ref(const QgemmProblem& problem, const QgemmTensors& tensors,
                                 WeightRounding rounding) {
   const int64_t num_in = problem.in_cols(), num_out = problem.out_cols();
-  std::vector<double> x, values, magnitudes;  // of weights as they are summed: [num_out, num_in]
-  for (int64_t i = 0; i < problem.m * num_in; ++i)
-    x.push_back(load_element<double>(tensors.x, i, problem.dtype));
+  const std::vector<double> x = reference_x(problem, tensors.x);
+  std::vector<double> values, magnitudes;  // of weights as they are summed: [num_out, num_in]
   for (int64_t j = 0; j < num_out; ++j)
     for (int64_t l = 0; l < num_in; ++l) {
       const auto weight = problem.transposed ? reference_weight(problem, tensors, l, j, rounding)

@@ -588,7 +588,11 @@ TEST(QgemmPlan, OrderOfVariants) {
       {6143, 8192, 8192, 64, true, kUsual},     {6144, 8192, 8192, 64, true, kDecoded},
       {6144, 8192, 8192, 128, true, kDecoded},  {6144, 8192, 8192, 127, false, kDecoded},
       {6144, 8192, 8192, 128, false, kUsual},   {8192, 8192, 8192, 8192, false, kUsual},
-      {8192, 8192, 8192, 8192, true, kDecoded},
+      {8192, 8192, 8192, 8192, true, kDecoded}, {1025, 3072, 3072, 64, true, kDecoded},
+      {1025, 3072, 3104, 64, true, kUsual},     {1024, 3072, 3072, 64, true, kUsual},
+      {1025, 3072, 3072, 64, false, kUsual},    {640, 2048, 2048, 64, true, kDecoded},
+      {639, 2048, 2048, 64, true, kUsual},      {640, 2048, 2080, 64, true, kUsual},
+      {640, 2080, 1024, 64, true, kUsual},
   };
   QgemmProblem problem;
   problem.device.kind = DeviceKind::cuda;
@@ -604,7 +608,7 @@ TEST(QgemmPlan, OrderOfVariants) {
   problem.device.kind = DeviceKind::cpu;
   for (const int64_t m : {1, 2, 3, 64}) {
     problem.m = m;
-    EXPECT_EQ(order_of(problem), m <= 2 ? "avx512 amx simd ref" : "amx avx512 simd ref");
+    EXPECT_EQ(order_of(problem), m <= 2 ? "int8 avx512 amx simd ref" : "int8 amx avx512 simd ref");
   }
 }
 
@@ -636,10 +640,10 @@ TEST(QgemmPlan, TheOrderOfVariantsOfExperts) {
 }
 
 TEST(QgemmPlan, Words) {
-  for (const auto math : {QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64})
+  for (const auto math : {QgemmMath::automatic, QgemmMath::tf32, QgemmMath::f64, QgemmMath::int8})
     EXPECT_EQ(parse_qgemm_math(to_string(math)), math);
   EXPECT_EQ(error_of([] { parse_qgemm_math("f16"); }),
-            "unknown math of qgemm 'f16': must be one of auto, tf32, f64");
+            "unknown math of qgemm 'f16': must be one of auto, tf32, f64, int8");
 }
 
 }  // namespace

@@ -82,11 +82,15 @@ class ParameterLoader {
     return memory_ + units_[unit].codes + strip * layout_.strip_bytes;
   }
 
-  // Scales of rows beyond the weight are 0.
-  void load(int64_t strip, int64_t unit, UnitParameters& to) const {
+  // Scales of rows beyond the weight are 0. Of each part one row after the other, even of four.
+  void load_parts(int64_t strip, int64_t unit, UnitParameters& to) const {
     const UnitPlace& place = units_[unit];
     to.parts = static_cast<int>(place.parts);
     for (size_t part = 0; part < static_cast<size_t>(place.parts); ++part) load_part(strip, place, part, to);
+  }
+  // In the order of UnitParameters.
+  void load(int64_t strip, int64_t unit, UnitParameters& to) const {
+    load_parts(strip, unit, to);
     if (to.parts < 4) return;
     order_by_rows(to.scales);
     if (!is_shifted(codec_)) return;

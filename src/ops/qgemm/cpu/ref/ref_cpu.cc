@@ -1,13 +1,17 @@
 // `qgemm_ref`, the variant of the CPU that takes everything: blocks of the weight are decoded to a buffer in
 // the cache and multiplied with all rows of x there. Every sum has one order, whichever thread makes it: of
 // products that are rounded to f32 (f64 for QgemmMath::f64), 16 partial sums over each block of columns, or
-// one row after the other where transposed.
+// one row after the other where transposed. Sums of QgemmMath::int8 are those of weight/int8.h.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
+#include "core/arithmetic.h"
 #include "core/plan_device.h"
 #include "cpu/parallel.h"
+#include "ops/qgemm/weight/int8.h"
 #include "ops/qgemm/weight/weight.h"
 
 namespace halfbyte {
@@ -140,25 +144,130 @@ void multiply(const QgemmProblem& problem, const QgemmTensors& tensors, void* wo
   });
 }
 
+// ---- QgemmMath::int8
+
+// x as 8 bits, [m, k], and the scales of its units, [m, units].
+struct RoundedX {
+  float* scales;
+  int8_t* values;
+
+  static int64_t units(const QgemmProblem& problem) { return ceil_div(problem.k, formats::kUnitCols); }
+  RoundedX(const QgemmProblem& problem, void* workspace)
+      : scales(static_cast<float*>(workspace)),
+        values(reinterpret_cast<int8_t*>(scales + problem.m * units(problem))) {}
+  static int64_t num_bytes(const QgemmProblem& problem) {
+    return problem.m * (units(problem) * static_cast<int64_t>(sizeof(float)) + problem.k);
+  }
+};
+
+void round_rows(const QgemmProblem& problem, const QgemmTensors& tensors, const RoundedX& to) {
+  const int64_t k = problem.k, units = RoundedX::units(problem);
+  const float unit = problem.codec.kind == formats::Kind::table ? int8_table(problem.codec).unit : 1;
+  parallel_for(problem.m * units, 256, problem.num_threads, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / units, col = i % units * formats::kUnitCols;
+      const int64_t n = std::min<int64_t>(formats::kUnitCols, k - col);
+      std::array<float, formats::kUnitCols> x{};
+      float most = 0;
+      for (int64_t j = 0; j < n; ++j) {
+        float& value = x[static_cast<size_t>(j)];
+        value = load_element<float>(tensors.x, row * k + col + j, problem.dtype);
+        if (!(std::fabs(value) <= most)) most = std::fabs(value);
+        if (std::isnan(most)) break;
+      }
+      const Int8Scale scale = int8_scale(most);
+      to.scales[i] = scale.scale * unit;
+      for (int64_t j = 0; j < n; ++j)
+        to.values[row * k + col + j] =
+            scale.reciprocal == 0
+                ? int8_t{0}
+                : static_cast<int8_t>(std::nearbyint(x[static_cast<size_t>(j)] * scale.reciprocal));
+    }
+  });
+}
+
+// The scale of a group; a stored number of E4M3 times the reciprocal of the global scale, as vectors have it.
+float int8_group_scale(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col,
+                       float scale) {
+  if (problem.codec.scale_type != formats::ScaleType::e4m3) return scale;
+  const formats::PackedLayout& packed = problem.weight;
+  const uint8_t stored =
+      problem.packed ? static_cast<const uint8_t*>(tensors.weight)[packed.scale(row, col / packed.group)]
+                     : static_cast<const uint8_t*>(tensors.scales)[problem.view.scale(row, col)];
+  return formats::e4m3_to_f32(stored) * (1 / load_global_scale(problem, tensors));
+}
+
+// Outputs of one row of the weight.
+void int8_row(const QgemmProblem& problem, const QgemmTensors& tensors, const RoundedX& x, int64_t row,
+              std::vector<float>& sums) {
+  const formats::Codec& codec = problem.codec;
+  const Int8Table table = codec.kind == formats::Kind::table ? int8_table(codec) : Int8Table();
+  const bool flat = !problem.packed && problem.view.flat;
+  const int64_t k = problem.k, units = RoundedX::units(problem), first = flat ? row * k : 0;
+  std::fill(sums.begin(), sums.end(), 0.0f);
+  for (int64_t begin = 0; begin < k;) {
+    const int64_t unit = begin / formats::kUnitCols * formats::kUnitCols,
+                  unit_end = std::min<int64_t>(k, unit + formats::kUnitCols);
+    const int64_t end = int8_part_end(problem.group, first + unit, first + unit_end, first + begin) - first;
+    const WeightGroup<float> group = load_group<float>(problem, tensors, row, begin);
+    const float group_scale = int8_group_scale(problem, tensors, row, begin, group.scale);
+    const int zero = codec.kind == formats::Kind::integer ? group.zero_point - codec.q_min : 0;
+    std::array<int, formats::kUnitCols> values{};
+    for (int64_t col = begin; col < end; ++col) {
+      const int code = load_code(problem, tensors, row, col);
+      values[static_cast<size_t>(col - begin)] =
+          codec.kind == formats::Kind::table ? table.values[static_cast<size_t>(code)] : code - zero;
+    }
+    for (int64_t m = 0; m < problem.m; ++m) {
+      int product = 0, sum_of_x = 0;
+      for (int64_t col = begin; col < end; ++col) {
+        const int value = x.values[m * k + col];
+        product += values[static_cast<size_t>(col - begin)] * value;
+        sum_of_x += value;
+      }
+      const float scale = x.scales[m * units + unit / formats::kUnitCols];
+      float& sum = sums[static_cast<size_t>(m)];
+      sum += scale * group_scale * static_cast<float>(product);
+      if (codec.kind == formats::Kind::affine) sum += scale * group.bias * static_cast<float>(sum_of_x);
+    }
+    begin = end;
+  }
+}
+
+void multiply_int8(const QgemmProblem& problem, const QgemmTensors& tensors, void* workspace) {
+  const RoundedX x(problem, workspace);
+  round_rows(problem, tensors, x);
+  parallel_for(problem.n, 1, problem.num_threads, [&](int64_t begin, int64_t end, int) {
+    std::vector<float> sums(static_cast<size_t>(problem.m));
+    for (int64_t row = begin; row < end; ++row) {
+      int8_row(problem, tensors, x, row, sums);
+      for (int64_t m = 0; m < problem.m; ++m) store(problem, tensors, m, row, sums[static_cast<size_t>(m)]);
+    }
+  });
+}
+
 class RefKernel : public QgemmKernel {
  public:
   explicit RefKernel(const QgemmProblem& problem) : problem_(problem) {}
   std::string name() const override { return "qgemm_ref"; }
   std::string backend() const override { return fmt::format("cpu {}", simd_target()); }
   PrecisionGuarantee guarantee() const override {
+    if (is_int8()) return kInt8Guarantee;
     const DType math = is_f64() ? DType::f64 : DType::f32;
     return {math, math, true, false, WeightRounding::none};
   }
   int64_t workspace_bytes() const override {  // x
+    if (is_int8()) return RoundedX::num_bytes(problem_);
     if (!is_f64() && problem_.dtype == DType::f32) return 0;
     return problem_.m * problem_.in_cols() * (is_f64() ? 8 : 4);
   }
   void run(const QgemmTensors& tensors, void*, void* workspace) const override {
-    (is_f64() ? multiply<double> : multiply<float>)(problem_, tensors, workspace);
+    (is_int8() ? multiply_int8 : is_f64() ? multiply<double> : multiply<float>)(problem_, tensors, workspace);
   }
 
  private:
   bool is_f64() const { return problem_.math == QgemmMath::f64; }
+  bool is_int8() const { return problem_.math == QgemmMath::int8; }
   QgemmProblem problem_;
 };
 
@@ -169,6 +278,6 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 }  // namespace
 
-const QgemmVariant kQgemmRef = {{"qgemm_ref", DeviceKind::cpu, &refuse, &make}, nullptr, true};
+const QgemmVariant kQgemmRef = {{"qgemm_ref", DeviceKind::cpu, &refuse, &make}, nullptr, true, false, true};
 
 }  // namespace halfbyte

@@ -24,6 +24,7 @@
 //
 #include "cpu/simd-inl.h"
 #include "ops/qgemm/weight/decode-inl.h"
+#include "ops/qgemm/weight/elements-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
@@ -290,52 +291,7 @@ HWY_NOINLINE void add_columns(const Codes& codes, int64_t num_units, const Unit*
     }
 }
 
-// ---- 2. Elements of x, bias and y
-
-HWY_INLINE void store(F32, Floats v, float* to) { hn::StoreU(v, Tag(), to); }
-HWY_INLINE void store(BF16, Floats v, uint16_t* to) {
-  hn::StoreU(to_bf16(Tag(), v), hn::Rebind<uint16_t, Tag>(), to);
-}
-HWY_INLINE void store(F16, Floats v, uint16_t* to) {
-  const hn::Rebind<hwy::float16_t, Tag> d16;
-  hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(to));
-}
-
-// Elements [index, index + n) of x to floats, the last vector filled up with 0.
-template <class E>
-void load_elements(const void* x, int64_t index, int64_t n, float* to) {
-  const auto* from = static_cast<const typename E::Memory*>(x) + index;
-  const int64_t whole = n / kLanes * kLanes;
-  convert<E>(from, whole, to);
-  if (whole == n) return;
-  typename E::Memory rest[kLanes] = {};
-  std::copy(from + whole, from + n, rest);
-  convert<E>(rest, kLanes, to + whole);
-}
-
-// Sums to columns [col, col + n) of a row of y, with bias and what was there.
-template <class E>
-void store_sums(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row, int64_t col, int64_t n,
-                const float* sums) {
-  const int64_t index = row * problem.out_cols() + col;
-  auto* const y = static_cast<typename E::Memory*>(tensors.y) + index;
-  const auto* const bias = static_cast<const typename E::Memory*>(tensors.bias);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Floats sum = hn::LoadU(Tag(), sums + i);
-    if (problem.bias) sum = hn::Add(sum, E::load(Tag(), bias + col + i));
-    if (problem.accumulate) sum = hn::Add(sum, E::load(Tag(), y + i));
-    store(E(), sum, y + i);
-  }
-  for (; i < n; ++i) {
-    float sum = sums[i];
-    if (problem.bias) sum += load_element<float>(tensors.bias, col + i, problem.dtype);
-    if (problem.accumulate) sum += load_element<float>(tensors.y, index + i, problem.dtype);
-    store_element(tensors.y, index + i, sum, problem.f32_sums ? DType::f32 : problem.dtype);
-  }
-}
-
-// ---- 3. Products
+// ---- 2. Products
 
 class Product {
  public:
@@ -408,7 +364,7 @@ class Product {
         const int64_t row_step = dots ? kCols : 1, col_step = dots ? 1 : width;
         for (int64_t row = 0; row < width; ++row) {
           if (first + row < problem_.m)
-            load((first + row) * num_in + begin, n, values);
+            load_x(problem_, tensors_, (first + row) * num_in + begin, n, values);
           else
             std::fill_n(values, kCols, 0.0f);
           for (size_t i = 0; i < kCols; ++i)
@@ -422,27 +378,6 @@ class Product {
 
   // The panel that begins with a row of x.
   float* x_panel(int64_t row) const { return x_ + row * x_cols_; }
-
-  void load(int64_t index, int64_t n, float* to) const {
-    switch (problem_.dtype) {
-      case DType::f32:
-        return load_elements<F32>(tensors_.x, index, n, to);
-      case DType::f16:
-        return load_elements<F16>(tensors_.x, index, n, to);
-      default:
-        return load_elements<BF16>(tensors_.x, index, n, to);
-    }
-  }
-  void store(int64_t row, int64_t col, int64_t n, const float* sums) const {
-    switch (problem_.f32_sums ? DType::f32 : problem_.dtype) {
-      case DType::f32:
-        return store_sums<F32>(problem_, tensors_, row, col, n, sums);
-      case DType::f16:
-        return store_sums<F16>(problem_, tensors_, row, col, n, sums);
-      default:
-        return store_sums<BF16>(problem_, tensors_, row, col, n, sums);
-    }
-  }
 
   // ---- Forward, few rows: lanes are columns. A block is one strip.
 
@@ -469,7 +404,8 @@ class Product {
         float y[kRows];
         for (int64_t row = 0; row < kRows; ++row)
           y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * rows + m) * kLanes)));
-        store(m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
+        store_y(problem_, tensors_, m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows),
+                y);
       }
     });
   }
@@ -507,7 +443,7 @@ class Product {
       for (int64_t m = batch; m < task.end; ++m) {
         float y[kMostStrips * kRows];
         for (int64_t row = 0; row < task.rows; ++row) y[row] = sums[row * kBatch + m - batch];
-        store(m, strip * kRows, std::min(task.rows, problem_.n - strip * kRows), y);
+        store_y(problem_, tensors_, m, strip * kRows, std::min(task.rows, problem_.n - strip * kRows), y);
       }
     });
   }
@@ -617,7 +553,7 @@ class Product {
         float y[kCols];
         for (size_t i = 0; i < kCols; ++i) y[order[i]] = from[i];
         const int64_t col = (task.unit + u) * kCols;
-        store(m, col, std::min<int64_t>(kCols, problem_.k - col), y);
+        store_y(problem_, tensors_, m, col, std::min<int64_t>(kCols, problem_.k - col), y);
       }
   }
 
