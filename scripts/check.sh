@@ -46,7 +46,7 @@ stage_readers() {  # transformers and mlx-lm load what the tool writes, and the 
   make_readers
   local cells=(--seed "$seed" --count 300)
   if ((full)); then cells=(--full); fi
-  "$readers" -m pytest -q -p no:cacheprovider tests/interop "${cells[@]}"
+  run_readers tests/interop "${cells[@]}"
 }
 
 stage_python() {  # the Python package: halfbyte.torch with the torch of the readers; the wheel where there is no compiler
@@ -55,7 +55,7 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   cmake --build --preset ci --target halfbyte_cli halfbyte_python
   make_readers
   export PYTHONDONTWRITEBYTECODE=1
-  PYTHONPATH=$PWD/build/release/python "$readers" -m pytest -q -p no:cacheprovider tests/pytorch
+  PYTHONPATH=$PWD/build/release/python run_readers tests/pytorch
   scripts/wheel.sh
   # README and pages with torch, by the wheel.
   python3 -m zipfile -e build/wheel/dist/*-cp3"$(python3 -c 'import sys; print(sys.version_info.minor)')"-*.whl "$work/site"
@@ -101,7 +101,7 @@ stage_lint() {  # clang-tidy over kernels, changed units, and a part of the othe
   # Not these: clang refuses shared memory of types with initial values, which NVRTC takes.
   build/release/halfbyte_kernel_configs "$work/configs" | grep -v '/observe_mse_' >"$work/kernels"
   find src cli -name '*.cc' ! -name '*_test.cc' ! -name '*_bench.cc' | sort >"$work/units"
-  { changed_units <"$work/units" | sort -u | part 24 && part 12 <"$work/units"; } | sort -u >"$work/chosen"
+  { changed_units <"$work/units" | sort -u | part 16 && part 8 <"$work/units"; } | sort -u >"$work/chosen"
   echo "$(wc -l <"$work/kernels") kernels, $(wc -l <"$work/chosen") of $(wc -l <"$work/units") units"
   cmake --preset lint -DHALFBYTE_MPI=ON >/dev/null
   local failed=0
@@ -185,6 +185,9 @@ make_readers() {
   "$folder/bin/pip" install -q "${index[@]}" -r $wanted
   touch "$folder/complete"
 }
+
+# run_readers ARGUMENT...: pytest with the readers, in as many processes as there are CPUs, each of one thread.
+run_readers() { OMP_NUM_THREADS=1 "$readers" -m pytest -q -p no:cacheprovider -n "$(nproc)" "$@"; }
 
 # part COUNT: of the lines that it reads, those that the seed chooses, or all with --full.
 part() {
