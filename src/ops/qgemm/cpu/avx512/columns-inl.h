@@ -193,6 +193,7 @@ template <bool kTwoGroups>
 constexpr auto few_function(int num_rows) {
   return num_rows == 1   ? multiply_few<1, kTwoGroups>
          : num_rows == 2 ? multiply_few<2, kTwoGroups>
+         : num_rows == 3 ? multiply_few<3, kTwoGroups>
          : num_rows == 4 ? multiply_few<4, kTwoGroups>
          : num_rows == 6 ? multiply_few<6, kTwoGroups>
                          : multiply_few<8, kTwoGroups>;
@@ -200,6 +201,99 @@ constexpr auto few_function(int num_rows) {
 inline bool is_looked_up(const QgemmProblem& problem) {
   const formats::PackedLayout& p = problem.weight;
   return problem.m <= kMostLookedUpRows && p.bits == 4 && !p.has_biases && BlockGroups(p).num <= 2;
+}
+
+// Weights of nvfp4, of its E4M3 scales and codes: exact in bf16. Without the global scale, which sums have.
+struct BlockFloats {
+  alignas(64) uint16_t weights[256][16];  // [scale][code]
+
+  static const BlockFloats& of(const formats::Codec& codec) {
+    static const BlockFloats table = [&] {
+      BlockFloats t;
+      for (int scale = 0; scale < 256; ++scale)
+        for (int code = 0; code < 16; ++code)
+          t.weights[scale][code] =
+              formats::to_bf16(formats::e4m3_to_f32(static_cast<uint8_t>(scale)) * codec.book.values[code]);
+      return t;
+    }();
+    return table;
+  }
+};
+inline bool is_block_float(const QgemmProblem& problem) {
+  return problem.transposed && problem.m <= kMostLookedUpRows &&
+         problem.codec.scale_type == formats::ScaleType::e4m3;
+}
+
+// Few rows of x and weights of nvfp4, looked up in the tables of two groups of a pair of rows. Vector c of a
+// unit has in lane 4 t + 2 h + i the column 16 (2 h + c / 2) + 8 (c % 2) + 2 t + i.
+constexpr int block_float_column(int c, int lane) {
+  return 16 * (lane / 2 % 2 * 2 + c / 2) + c % 2 * 8 + lane / 4 * 2 + lane % 2;
+}
+template <int kRows, int kFirst, int kLast>
+[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_block_floats(
+    const BlockFloats& table, const uint8_t* codes, const uint8_t* scales, int64_t next_strip,
+    const uint16_t* x, int64_t row_stride, float* sums) {
+  constexpr int kVectors = kLast - kFirst;
+  // Of 8 bytes of codes, where the nibbles of two columns of both rows begin; the row and the table of a
+  // word.
+  const __m512i nibbles = _mm512_set1_epi64(0x000C'0004'0008'0000);
+  const __m512i place = _mm512_set4_epi32(0x00300020, 0x00300020, 0x00100000, 0x00100000);
+  __m512 s[kRows][kVectors];
+  for (int i = 0; i < kRows; ++i)
+    for (int c = 0; c < kVectors; ++c) s[i][c] = _mm512_load_ps(sums + i * kUnitCols + (kFirst + c) * kLanes);
+  for (int quad = 0; quad < kUnitRows / 2; quad += 4)
+#pragma GCC unroll 4
+    for (int of_quad = 0; of_quad < 4; ++of_quad) {
+      const int line = quad + of_quad;
+      if (kFirst == 0) _mm_prefetch(codes + next_strip + line * 64, _MM_HINT_T0);
+      __m512i bytes = _mm512_loadu_si512(codes + line * 64);
+      if ((of_quad & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; c += 2) {
+        __m512i tables[2];
+        for (int h = 0; h < 2; ++h) {
+          const uint8_t* const of_rows = scales + (2 * h + (kFirst + c) / 2) * kUnitRows + 2 * line;
+          const auto of_row = [&](int row) HALFBYTE_AVX512 {
+            return _mm256_load_si256(reinterpret_cast<const __m256i*>(table.weights[of_rows[row]]));
+          };
+          tables[h] = _mm512_inserti64x4(_mm512_castsi256_si512(of_row(0)), of_row(1), 1);
+        }
+        for (int p = 0; p < 2; ++p) {
+          const __m512i begins =
+              _mm512_add_epi8(nibbles, _mm512_set1_epi8(static_cast<char>((kFirst + c) / 2 * 32 + p * 16)));
+          const __m512i index = _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(begins, bytes),
+                                                          _mm512_set1_epi16(15), place, 0xEA);
+          const __m512i weights = _mm512_permutex2var_epi16(tables[0], index, tables[1]);
+#pragma GCC unroll 8
+          for (int i = 0; i < kRows; ++i) {
+            int pair = 0;
+            std::memcpy(&pair, x + i * row_stride + 2 * line, sizeof pair);
+            s[i][c + p] = dot(s[i][c + p], _mm512_set1_epi32(pair), weights);
+          }
+        }
+      }
+    }
+  for (int i = 0; i < kRows; ++i)
+    for (int c = 0; c < kVectors; ++c) _mm512_store_ps(sums + i * kUnitCols + (kFirst + c) * kLanes, s[i][c]);
+}
+template <int kRows>
+HALFBYTE_AVX512 void multiply_block_floats(const Run& run, int64_t begin, int64_t end, float* sums) {
+  const formats::PackedLayout& p = run.problem.weight;
+  const BlockFloats& table = BlockFloats::of(run.problem.codec);
+  for (int64_t strip = 0; strip < p.strips; ++strip)
+    for (int64_t unit = begin; unit < end; ++unit) {
+      prefetch_parameters(run, strip + 1, unit);
+      const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
+      const uint8_t* const scales = codes + p.block_code_bytes;
+      const uint16_t* const x = run.x + strip * kUnitRows;
+      float* const to = sums + (unit - begin) * kRows * kUnitCols;
+      if constexpr (kRows <= 4) {
+        multiply_block_floats<kRows, 0, 4>(table, codes, scales, p.strip_bytes, x, run.row_stride, to);
+      } else {
+        multiply_block_floats<kRows, 0, 2>(table, codes, scales, p.strip_bytes, x, run.row_stride, to);
+        multiply_block_floats<kRows, 2, 4>(table, codes, scales, p.strip_bytes, x, run.row_stride, to);
+      }
+    }
 }
 
 // Few rows of x, and units of four groups that have nothing but scales.
@@ -257,7 +351,7 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
   }
 }
 
-constexpr int64_t transposed_rows(int64_t m) { return m <= 2 ? m : m == 5 || m == 6 ? 6 : (m + 3) / 4 * 4; }
+constexpr int64_t transposed_rows(int64_t m) { return m <= 3 ? m : m == 5 || m == 6 ? 6 : (m + 3) / 4 * 4; }
 
 // The same of any rows and codes.
 HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int64_t end, int64_t row,
@@ -265,7 +359,7 @@ HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int6
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
   const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
-  const int step = num_rows <= 2 ? num_rows : num_rows == 6 ? 2 : 4;
+  const int step = num_rows <= 3 ? num_rows : num_rows == 6 ? 2 : 4;
   const int batch = num_rows <= kFewDecodedRows ? 1 : kStripBatch;
   UnitDecoder decoder(problem, run.tensors, WeightRounding::weight_rounded);
   DecodedUnit decoded[kStripBatch];
@@ -279,7 +373,10 @@ HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int6
         decoder.select(strip + i, unit);
         decoder.decode<true>(0, kTileLines, decoded[i][0], decoded[i][1]);
       }
-      const auto multiply = step == 1 ? multiply_units<1> : step == 2 ? multiply_units<2> : multiply_units<4>;
+      const auto multiply = step == 1   ? multiply_units<1>
+                            : step == 2 ? multiply_units<2>
+                            : step == 3 ? multiply_units<3>
+                                        : multiply_units<4>;
       for (int i = 0; i < num_rows; i += step)
         multiply(decoded, num_strips, run.x + (row + i) * run.row_stride + strip * kUnitRows, run.row_stride,
                  sums + ((unit - begin) * num_rows + i) * kUnitCols);
@@ -295,9 +392,19 @@ HALFBYTE_AVX512 inline void multiply_columns(const Run& run, int64_t begin, int6
   alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
   std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
   alignas(64) int places[kUnitCols];  // of columns of a unit in the sums
-  if (has_short_groups(problem)) {
+  if (is_block_float(problem)) {
+    const auto multiply = num_rows == 1   ? multiply_block_floats<1>
+                          : num_rows == 2 ? multiply_block_floats<2>
+                          : num_rows == 3 ? multiply_block_floats<3>
+                          : num_rows == 4 ? multiply_block_floats<4>
+                          : num_rows == 6 ? multiply_block_floats<6>
+                                          : multiply_block_floats<8>;
+    multiply(run, begin, end, sums);
+    for (int i = 0; i < kUnitCols; ++i) places[block_float_column(i / 16, i % 16)] = i;
+  } else if (has_short_groups(problem)) {
     const auto multiply = num_rows == 1   ? multiply_short_groups<1>
                           : num_rows == 2 ? multiply_short_groups<2>
+                          : num_rows == 3 ? multiply_short_groups<3>
                                           : multiply_short_groups<4>;
     multiply(run, begin, end, sums);
     constexpr auto kOrder = column_order(4);
