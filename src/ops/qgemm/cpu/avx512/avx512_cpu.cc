@@ -6,8 +6,8 @@
 //                         weights are broadcast.
 //   transposed            Units are decoded to pairs of rows of the weight, for few rows of x in registers,
 //                         else to the cache; 16 columns lie across the lanes, and pairs of x are broadcast.
-//                         Few rows and groups of 16 columns: in f32, x times the scales; of nvfp4, weights are
-//                         looked up in a table of all scales and codes.
+//                         Few rows and groups of 16 columns: in f32, x times the scales; of nvfp4, weights
+//                         are looked up in a table of all scales and codes.
 //
 // Forward, sums of a group are of codes and multiplied with its scale in f32 (code_rounded); transposed, what
 // is summed has many scales, so they are in the weights (weight_rounded). Groups of 16 columns have it the
