@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Products with 4-bit weights on the CPU by others and by us, in one table, for bench/RESULTS.md: bitsandbytes (NF4 g64,
-bf16), ONNX Runtime's MatMulNBits (INT4 g128, f32, accuracy_level unset and 4: the latter rounds x to int8), torch's
+bf16), ONNX Runtime's MatMulNBits (INT4 g128, f32, accuracy_level unset and 4: the latter rounds x to int8, as our rows with that name), torch's
 _weight_int4pack_mm_for_cpu (INT4 g128, bf16), whichever are installed.
 
     bench/peer_qgemm_cpu.py [NxK ...] [--m 1,2,...] [--threads N] [--library build/release/libhalfbyte.so]
@@ -46,10 +46,10 @@ def structure(name, fields):
     return type(name, (ctypes.Structure,), {"_fields_": [(field, types[kind]) for field, kind in fields]})
 
 
-QuantSpec = structure("halfbyte_quant_spec", "format:i32 asymmetric:i32 granularity:i32 scale_rule:i32 scale_dtype:i32 "
-                      "code_scale:i32 double_quant:i32 table:table group_size:i64")
+QuantSpec = structure("halfbyte_quant_spec", "format:i32 asymmetric:i32 granularity:i32 scale_dtype:i32 double_quant:i32 "
+                      "table:table group_size:i64")
 WeightView = structure("halfbyte_weight_view", "spec:pointer rows:i64 cols:i64 codes:pointer scales:pointer zeros:pointer "
-                       "biases:pointer absmax:pointer map:pointer offset:pointer layout:i64")
+                       "biases:pointer absmax:pointer map:pointer offset:pointer layout:i64 global_scale:pointer")
 PackedWeight = structure("halfbyte_packed_weight", "spec:pointer rows:i64 cols:i64 data:pointer version:i64")
 Descriptor = structure("halfbyte_qgemm_descriptor", "spec:pointer variant:pointer m:i64 n:i64 k:i64 alignment:i64 dtype:i32 "
                        "layout:i32 math:i32 tile_m:i32 tile_n:i32 transposed:i32 packed:i32 bias:i32 accumulate:i32 "
@@ -62,6 +62,7 @@ Sku = structure("halfbyte_sku", "op:pointer kernel:pointer backend:pointer dtype
 class Halfbyte:
     F16, GROUP = 1, 2
     DTYPES = {"f32": 0, "bf16": 2}
+    MATHS = {"auto": 0, "int8": 3}
 
     def __init__(self, path):
         self.library = ctypes.CDLL(str(path))
@@ -104,11 +105,11 @@ class Halfbyte:
             self.call("reorder_to_packed", ctypes.byref(view), ctypes.byref(weights[-1]), None)
         return weights, memory
 
-    def product(self, spec, n, k, m, dtype, threads, weights, x, y):
+    def product(self, spec, n, k, m, dtype, math, threads, weights, x, y):
         """call(i) for the weight i, and the name of the kernel."""
         import torch
 
-        descriptor = self.make(Descriptor, spec=spec, m=m, n=n, k=k, dtype=self.DTYPES[dtype])
+        descriptor = self.make(Descriptor, spec=spec, m=m, n=n, k=k, dtype=self.DTYPES[dtype], math=self.MATHS[math])
         preference = self.make(Preference, num_threads=threads)
         plan, size, sku = ctypes.c_void_p(), ctypes.c_int64(), Sku(ctypes.sizeof(Sku))
         cpu = (ctypes.c_int32 * 2)(1, 0)  # a DLDevice: two ints by value, which is one of 64 bits
@@ -118,12 +119,13 @@ class Halfbyte:
         self.call("plan_sku", plan, ctypes.byref(sku))
         memory = torch.empty(size.value + 256, dtype=torch.uint8)
         workspace = ctypes.c_void_p(memory.data_ptr() + -memory.data_ptr() % 256)
+        workspace_bytes = ctypes.c_int64(size.value)
         tensors = self.tensor(x), self.tensor(y)
         arguments = [self.make(Arguments, x=tensors[0], weight=weight, y=tensors[1]) for weight in weights]
         run, pointers, kept = self.library.halfbyte_qgemm_run, [ctypes.byref(a) for a in arguments], (memory, descriptor)
 
         def call(i):
-            if run(plan, None, workspace, pointers[i % len(pointers)]) != 0:
+            if run(plan, None, workspace, workspace_bytes, pointers[i % len(pointers)]) != 0:
                 raise RuntimeError(self.library.halfbyte_last_error().decode())
             return y
 
@@ -211,11 +213,11 @@ def main():
         def ours(spec, scales, dtypes):
             weights, memory = halfbyte.weights(spec, n, k, codes, lambda i: scales, count)
             rows = []
-            for dtype in dtypes:
+            for dtype, math in dtypes:
                 y_type = torch.bfloat16 if dtype == "bf16" else torch.float32
-                made = {m: halfbyte.product(spec, n, k, m, dtype, arguments.threads, weights, x[m][dtype],
+                made = {m: halfbyte.product(spec, n, k, m, dtype, math, arguments.threads, weights, x[m][dtype],
                                             torch.empty(m, n, dtype=y_type)) for m in all_m}
-                rows.append(Row(f"halfbyte {dtype}", {m: call for m, (call, _) in made.items()}))
+                rows.append(Row(f"halfbyte {dtype}{'' if math == 'auto' else ' ' + math}", {m: call for m, (call, _) in made.items()}))
                 rows[-1].kernels = {m: kernel for m, (_, kernel) in made.items()}
             words = memory[:memory.numel() // count // 8 * 8 * count].view(count, -1).view(torch.int64)
             read = Row("read", dict.fromkeys(all_m, lambda i: torch.sum(words[i % count])))
@@ -240,7 +242,7 @@ def main():
         group = 64
         spec = halfbyte.make(QuantSpec, format=0, granularity=Halfbyte.GROUP, scale_dtype=Halfbyte.F16, group_size=group)
         scales = (torch.rand(n, k // group) * 0.01 + 0.005).half()
-        rows, read = ours(spec, scales, ["bf16"])
+        rows, read = ours(spec, scales, [("bf16", "auto"), ("bf16", "int8")])
         try:
             import bitsandbytes
             from bitsandbytes.functional import QuantState, get_4bit_type
@@ -279,10 +281,11 @@ def main():
         spec = halfbyte.make(QuantSpec, format=6, granularity=Halfbyte.GROUP, scale_dtype=Halfbyte.F16, group_size=group)
         scales = (torch.rand(n, k // group) * 0.01 + 0.005).half()
         integers = torch.stack([codes(0) & 15, codes(0) >> 4], -1).view(n, k)
-        rows, read = ours(spec, scales, ["bf16", "f32"])
+        kinds = [("bf16", "auto"), ("f32", "auto"), ("f32", "int8"), ("bf16", "int8")]
+        rows, read = ours(spec, scales, kinds)
         dense = (integers.float() - 8) * scales.float().repeat_interleave(group, 1)
-        for row, dtype in zip(rows, ["bf16", "f32"]):
-            check(row, all_m[0], x[all_m[0]][dtype], dense, 1e-2)
+        for row, (dtype, math) in zip(rows, kinds):
+            check(row, all_m[0], x[all_m[0]][dtype], dense, 1e-2 if math == "auto" else 2e-2)
         try:
             import onnx
             import onnxruntime

@@ -1,7 +1,9 @@
 // `qgemm` of bf16 activations by AVX-512: vdpbf16ps, which adds the products of pairs of bf16 to f32 sums.
 //
 //   forward, few rows     Codes are looked up in registers and multiplied with x along k: 16 partial sums for
-//                         each output. x is small and lies in the order of the codes.
+//                         each output. x is small and lies in the order of the codes. Three and more rows
+//                         with codes of 4 bits: 16 rows of the weight lie across the lanes, and pairs of x
+//                         are broadcast.
 //   forward, more rows    Units are decoded to the cache; 16 rows of x lie across the lanes, and pairs of
 //                         weights are broadcast.
 //   transposed            Units are decoded to pairs of rows of the weight, for few rows of x in registers,
@@ -23,6 +25,7 @@
 #ifdef __x86_64__
 #include "ops/qgemm/cpu/avx512/columns-inl.h"
 #include "ops/qgemm/cpu/avx512/panels-inl.h"
+#include "ops/qgemm/cpu/avx512/rows-inl.h"
 #include "ops/qgemm/cpu/avx512/strips-inl.h"
 #endif
 
@@ -50,7 +53,7 @@ class QgemmAvx512 : public QgemmKernel {
       x_bytes_ = rows_ * row_stride_ * 2;
       return;
     }
-    rows_ = m <= kFewRows ? strip_rows(m) : (m + kLanes - 1) / kLanes * kLanes;
+    rows_ = has_lane_rows(problem) ? m : m <= kFewRows ? strip_rows(m) : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
     if (rounding_of(problem) == WeightRounding::code_rounded &&
         (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)))
@@ -95,11 +98,14 @@ class QgemmAvx512 : public QgemmKernel {
         for (int64_t group = begin; group < end; ++group) sum_group(run, group);
       });
     if (few) {
-      parallel_for(units, 64, threads,
-                   [&](int64_t begin, int64_t end, int) { arrange_rows(run, begin, end); });
+      const bool in_lanes = has_lane_rows(problem_);
+      parallel_for(units, 64, threads, [&](int64_t begin, int64_t end, int) {
+        (in_lanes ? copy_units : arrange_rows)(run, begin, end);
+      });
       const int groups = BlockGroups(p).num;
       const bool floating = problem_.codec.kind == formats::Kind::floating;
-      const StripFunction multiply = floating      ? strip_function<8, false, true>(rows_)
+      const StripFunction multiply = in_lanes      ? lane_function(rows_)
+                                     : floating    ? strip_function<8, false, true>(rows_)
                                      : p.bits == 8 ? strip_function<8>(rows_)
                                      : p.bits != 4 ? strip_function<kStreamBits>(rows_)
                                      : groups > 1  ? strip_function<4, true>(rows_)

@@ -51,6 +51,18 @@ HALFBYTE_AVX512 inline __m512 factors(const QgemmProblem& problem, const GroupPa
                           _mm512_setzero_ps());
 }
 
+// Adds it for a group to what outputs of a strip have beside their products.
+template <int kRows>
+HALFBYTE_AVX512 void add_factors(const Run& run, const GroupParameters& parameters, int64_t group,
+                                 float (&added)[kRows][kUnitRows]) {
+  for (int row = 0; row < kUnitRows; row += kLanes) {
+    const __m512 factor = factors(run.problem, parameters, row);
+    for (int m = 0; m < kRows; ++m)
+      _mm512_store_ps(added[m] + row, _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[group * kRows + m]),
+                                                      _mm512_load_ps(added[m] + row)));
+  }
+}
+
 inline constexpr int kStreamBits = 0;  // stands for 2, 3, 5 and 6 bits
 
 // Values of the codes of rows 2 * line and 2 * line + 1 of a tile, in the order of x; a tile of 4 bits is a
@@ -142,13 +154,7 @@ struct StripSums {
     GroupParameters(&groups)[4] = parameters.groups;
     for (int i = 0; i < block_groups.num; ++i) {
       const int64_t group = block_groups.load(groups[i], run, strip, block, i);
-      if (!has_factors(run.problem) || group < 0) continue;
-      for (int row = 0; row < kUnitRows; row += kLanes) {
-        const __m512 factor = factors(run.problem, groups[i], row);
-        for (int m = 0; m < kRows; ++m)
-          _mm512_store_ps(added[m] + row, _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[group * kRows + m]),
-                                                          _mm512_load_ps(added[m] + row)));
-      }
+      if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, added);
     }
     if (in_lanes) parameters.lanes.make(groups, block_groups.num);
   }
