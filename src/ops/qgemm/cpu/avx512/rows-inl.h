@@ -122,13 +122,16 @@ HALFBYTE_AVX512 void multiply_lane_rows(const Run& run, int64_t strip) {
     }
     const uint8_t* const codes =
         static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
-    for (int at = 0; at < p.block_bytes; at += 64) _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
+    for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
+      _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
     LaneSums<kRows> sums;
     sums.clear();
     for (int unit = 0; unit < units_per_block; ++unit, x += kUnitCols * kRows) {
       LaneWords words;
       words.load(codes + unit * formats::kTileBytes);
       for (int j = 0; j < 4; ++j) {
+        for (int line = 0; line < 4; ++line)
+          _mm_prefetch(codes + unit * formats::kTileBytes + (4 * j + line) * 64 + kAhead, _MM_HINT_T1);
         sums.add(words.words[j], decoder.table, x + 16 * j);
         const bool ends =
             block_groups.num > 1 ? (j + 1) % part_words == 0 : unit + 1 == units_per_block && j == 3;
