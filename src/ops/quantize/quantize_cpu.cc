@@ -402,8 +402,37 @@ HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double 
 
 // ---- Integer and affine formats ---------------------------------------------------------------
 
-// clamp(rne((x - bias) / scale), low, high) - low, one a byte; n rounded up to whole vectors.
-template <class Type>
+#if HWY_ARCH_X86
+#define HALFBYTE_PACKS_BYTES 1
+// Four vectors of integers below 2^31, less `low`, as bytes from 0 to `most`, in their order. Integers
+// saturate on their way, which clamps them.
+template <class V>
+HWY_INLINE void store_bytes(V v0, V v1, V v2, V v3, int low, int most, uint8_t* HWY_RESTRICT to) {
+#if HALFBYTE_AVX512
+  const __m512i lows = _mm512_set1_epi16(static_cast<int16_t>(low));
+  const __m512i first = _mm512_subs_epi16(_mm512_packs_epi32(v0.raw, v1.raw), lows),
+                second = _mm512_subs_epi16(_mm512_packs_epi32(v2.raw, v3.raw), lows);
+  // Of each 128 bits four of every vector.
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second));
+  _mm512_storeu_si512(to, _mm512_min_epu8(bytes, _mm512_set1_epi8(static_cast<char>(most))));
+#else
+  const __m256i lows = _mm256_set1_epi16(static_cast<int16_t>(low));
+  const __m256i first = _mm256_subs_epi16(_mm256_packs_epi32(v0.raw, v1.raw), lows),
+                second = _mm256_subs_epi16(_mm256_packs_epi32(v2.raw, v3.raw), lows);
+  const __m256i order = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm256_min_epu8(bytes, _mm256_set1_epi8(static_cast<char>(most))));
+#endif
+}
+#else
+#define HALFBYTE_PACKS_BYTES 0
+#endif
+
+// clamp(rne((x - bias) / scale), low, high) - low, one a byte; n rounded up to whole vectors. kBias: else it
+// is 0.
+template <class Type, bool kBias>
 HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
                              typename Type::Compute scale, typename Type::Compute reciprocal,
                              typename Type::Compute bias, int low, int high, uint8_t* HWY_RESTRICT codes) {
@@ -416,12 +445,22 @@ HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_
     const hn::RebindToSigned<decltype(d)> di;
     const hn::Rebind<uint8_t, decltype(d)> d8;
     const auto r = hn::Set(d, reciprocal);
+    const auto quotient = [&](int64_t i) HWY_ATTR {  // correctly rounded
+      auto v = Type::load(d, x + i);
+      if constexpr (kBias) v = hn::Sub(v, b);
+      const auto q = hn::Mul(v, r);
+      return hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+    };
+    int64_t i = 0;
+#if HALFBYTE_PACKS_BYTES
+    for (; i + 4 * N <= n; i += 4 * N)
+      store_bytes(hn::NearestInt(quotient(i)), hn::NearestInt(quotient(i + N)),
+                  hn::NearestInt(quotient(i + 2 * N)), hn::NearestInt(quotient(i + 3 * N)), low, high - low,
+                  codes + i);
+#endif
     const auto offset = hn::Set(di, low);
-    for (int64_t i = 0; i < n; i += N) {
-      const auto v = hn::Sub(Type::load(d, x + i), b);
-      auto q = hn::Mul(v, r);
-      q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);  // the quotient, correctly rounded
-      const auto code = hn::Sub(hn::NearestInt(hn::Min(hi, hn::Max(lo, q))), offset);
+    for (; i < n; i += N) {
+      const auto code = hn::Sub(hn::NearestInt(hn::Min(hi, hn::Max(lo, quotient(i)))), offset);
       hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);
     }
   } else {
@@ -906,10 +945,10 @@ class SpanQuantizer {
         else
           return table_ranks<Type>(x, n, bounds(), scale, reciprocal, codes);
       case formats::Kind::integer:
-        return scaled_codes<Type>(x, n, scale, reciprocal, 0, codec_.q_min - params.zero_point,
-                                  codec_.q_max - params.zero_point, codes);
+        return scaled_codes<Type, false>(x, n, scale, reciprocal, 0, codec_.q_min - params.zero_point,
+                                         codec_.q_max - params.zero_point, codes);
       case formats::Kind::affine:
-        return scaled_codes<Type>(x, n, scale, reciprocal, params.code_bias, 0, codec_.levels(), codes);
+        return scaled_codes<Type, true>(x, n, scale, reciprocal, params.code_bias, 0, codec_.levels(), codes);
       case formats::Kind::floating:
         return floating_codes<Type>(x, n, scale, codes);
     }
@@ -932,15 +971,16 @@ class SpanQuantizer {
       case formats::Kind::integer:
         if (!codec_.asymmetric)
           return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to) HWY_ATTR {
-            scaled_codes<Type>(own, n, scale, reciprocal, 0, codec_.q_min, codec_.q_max, to);
+            scaled_codes<Type, false>(own, n, scale, reciprocal, 0, codec_.q_min, codec_.q_max, to);
           });
         return each([&](const Memory* own, float scale, float reciprocal, int64_t i, Codes to) HWY_ATTR {
           const int zero = batch.zero_point[i];
-          scaled_codes<Type>(own, n, scale, reciprocal, 0, codec_.q_min - zero, codec_.q_max - zero, to);
+          scaled_codes<Type, false>(own, n, scale, reciprocal, 0, codec_.q_min - zero, codec_.q_max - zero,
+                                    to);
         });
       case formats::Kind::affine:
         return each([&](const Memory* own, float scale, float reciprocal, int64_t i, Codes to) HWY_ATTR {
-          scaled_codes<Type>(own, n, scale, reciprocal, batch.code_bias[i], 0, codec_.levels(), to);
+          scaled_codes<Type, true>(own, n, scale, reciprocal, batch.code_bias[i], 0, codec_.levels(), to);
         });
       case formats::Kind::floating:
         return each([&](const Memory* own, float scale, float, int64_t, Codes to)
