@@ -155,6 +155,7 @@ void check_many(const testing::EncodedSpec& chosen, DType dtype) {
   for (int64_t block = 0; block < kBlocks; ++block) {
     // f16 holds the scales of weights only; the status tells of the others.
     spec.scale_dtype = block % 4 == 3 ? DType::f16 : DType::f32;
+    testing::fit_format(spec);
     const formats::Codec codec = make_codec(spec, spec.encoding);
     parallel_for(kBlock / kGroup, 1024, 0, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) {
