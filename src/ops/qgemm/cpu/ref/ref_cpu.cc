@@ -221,7 +221,7 @@ void int8_row(const QgemmProblem& problem, const QgemmTensors& tensors, const Ro
     for (int64_t m = 0; m < problem.m; ++m) {
       int product = 0, sum_of_x = 0;
       for (int64_t col = begin; col < end; ++col) {
-        const int value = x.values[m * k + col];
+        const auto value = x.values[m * k + col];
         product += values[static_cast<size_t>(col - begin)] * value;
         sum_of_x += value;
       }
