@@ -142,8 +142,7 @@ template <int kRows, bool kTwoGroups, int kFirst, int kLast>
       if (kFirst == 0) _mm_prefetch(codes + next_strip + line * 64, _MM_HINT_T0);
       typename PairLookup<kTwoGroups>::Tables tables;
       lookup.make_tables(groups, line, tables);
-      __m512i bytes = _mm512_loadu_si512(codes + line * 64);
-      if ((of_quad & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+      const __m512i bytes = load_line(codes + line * 64, (of_quad & 2) != 0);
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; ++c) {
         const __m512i weights = lookup.look_up(tables, bytes, kFirst + c);
@@ -246,8 +245,7 @@ template <int kRows, int kFirst, int kLast>
     for (int of_quad = 0; of_quad < 4; ++of_quad) {
       const int line = quad + of_quad;
       if (kFirst == 0) _mm_prefetch(codes + next_strip + line * 64, _MM_HINT_T0);
-      __m512i bytes = _mm512_loadu_si512(codes + line * 64);
-      if ((of_quad & 2) != 0) bytes = _mm512_shuffle_i64x2(bytes, bytes, 0x4E);
+      const __m512i bytes = load_line(codes + line * 64, (of_quad & 2) != 0);
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; c += 2) {
         __m512i tables[2];
@@ -331,8 +329,7 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
         for (int v = 0; v < 4; ++v) s[i][v] = _mm512_load_ps(to + i * kUnitCols + v * kLanes);
       for (int line = 0; line < kTileLines; ++line) {
         _mm_prefetch(codes + p.strip_bytes + line * 64, _MM_HINT_T0);
-        __m512i words = _mm512_loadu_si512(codes + line * 64);
-        if ((line & 2) != 0) words = _mm512_shuffle_i64x2(words, words, 0x4E);
+        __m512i words = load_line(codes + line * 64, (line & 2) != 0);
         for (int odd = 0; odd < 2; ++odd, words = _mm512_srli_epi32(words, 8)) {
           const int row = 2 * line + odd;
           const __m512 scale = scales.of(row);

@@ -39,10 +39,7 @@ struct LaneWords {
     for (int q = 0; q < 4; ++q) {
       __m512i lines[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        lines[i] = _mm512_loadu_si512(codes + (4 * q + i) * 64);
-        if ((i & 2) != 0) lines[i] = _mm512_shuffle_i64x2(lines[i], lines[i], 0x4E);
-      }
+      for (int i = 0; i < 4; ++i) lines[i] = load_line(codes + (4 * q + i) * 64, (i & 2) != 0);
       const __m512i low01 = _mm512_unpacklo_epi32(lines[0], lines[1]),
                     low23 = _mm512_unpacklo_epi32(lines[2], lines[3]),
                     high01 = _mm512_unpackhi_epi32(lines[0], lines[1]),

@@ -106,8 +106,7 @@ struct LineDecoder {
             last);
       return;
     }
-    __m512i codes = _mm512_loadu_si512(codes_of_block + tile * tile_bytes() + line * 64);
-    if (swapped) codes = _mm512_shuffle_i64x2(codes, codes, 0x4E);
+    const __m512i codes = load_line(codes_of_block + tile * tile_bytes() + line * 64, swapped);
     if constexpr (kBits == 4) {
       for (int i = 0; i < 4; ++i)
         values[i / 2][i % 2] =
