@@ -110,7 +110,7 @@ void run_grouped_bench(Device device, const BenchArguments& arguments, bool prin
       "Times are microseconds. used: experts that have rows, on average. read: only reading their packed\n"
       "weights. loop: a product with one weight for each of them. route: sorting the slots, not in plain.\n");
   document["rows"] = Json::array();
-  say(bench_line(columns_of({}), true));
+  say(bench_line(columns_of(QgemmGroupedBenchRow{}), true));
   int num_failed = 0;
   bench_qgemm_grouped(device, cases, {arguments.quick, arguments.num_threads},
                       [&](const QgemmGroupedBenchRow& row) {

@@ -409,7 +409,7 @@ void measure(Device device, const BenchArguments& arguments, const std::vector<Q
   say(describe_bench_device(device, arguments, document) + explain_columns(device));
   document["rows"] = Json::array();
   Compared compared;
-  say(bench_line(columns_of({}, compared, device), true));
+  say(bench_line(columns_of(QgemmBenchRow{}, compared, device), true));
   int num_wrong = 0;
   bench_qgemm(device, cases, {arguments.quick, arguments.num_threads}, [&](const QgemmBenchRow& row) {
     compared.add(row);

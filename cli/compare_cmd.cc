@@ -17,7 +17,7 @@ namespace halfbyte::cli {
 
 namespace {
 
-struct Arguments {
+struct CompareArguments {
   std::string a, b;
   ComputeArguments compute;
 };
@@ -33,7 +33,7 @@ Json row_json(const CompareRow& row) {
   return json;
 }
 
-void run(const Arguments& arguments, std::string& text, Json& document) {
+void run(const CompareArguments& arguments, std::string& text, Json& document) {
   document["a"] = arguments.a;
   document["b"] = arguments.b;
   check_cpu(arguments.compute.device, "compare");
@@ -94,7 +94,7 @@ void run(const Arguments& arguments, std::string& text, Json& document) {
 }  // namespace
 
 void add_compare_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<CompareArguments>();
   CLI::App& sub =
       *app.add_subcommand("compare", "Compare the decoded weights of two checkpoints, worst first");
   sub.add_option("A", arguments->a, "The reference: a .safetensors file or a model directory")

@@ -12,14 +12,14 @@ namespace halfbyte::cli {
 
 namespace {
 
-struct Arguments {
+struct ConvertArguments {
   std::string input, layout, experts, reader;
   bool requantize = false, force_layout = false, no_verify = false;
   Destination destination;
   ComputeArguments compute;
 };
 
-void run(const Arguments& arguments, const Command& command, std::string& text, Json& document) {
+void run(const ConvertArguments& arguments, const Command& command, std::string& text, Json& document) {
   ConvertOptions options;
   check_cpu(arguments.compute.device, "convert");
   options.layout = parse_layout(arguments.layout);
@@ -43,7 +43,7 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
 }  // namespace
 
 void add_convert_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<ConvertArguments>();
   CLI::App& sub = *app.add_subcommand(
       "convert", "Write a quantized checkpoint in another layout, with the codes that it has");
   const auto add = [&](const std::string& name, auto& value, const char* placeholder, const char* help) {

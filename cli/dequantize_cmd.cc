@@ -13,13 +13,13 @@ namespace halfbyte::cli {
 
 namespace {
 
-struct Arguments {
+struct DequantizeArguments {
   std::string input, dtype;
   Destination destination;
   ComputeArguments compute;
 };
 
-void run(const Arguments& arguments, const Command& command, std::string& text, Json& document) {
+void run(const DequantizeArguments& arguments, const Command& command, std::string& text, Json& document) {
   DequantizeOptions options;
   DeviceChoice device;
   before_all(command.group.get(), [&] {
@@ -45,7 +45,7 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
 }  // namespace
 
 void add_dequantize_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<DequantizeArguments>();
   CLI::App& sub = *app.add_subcommand("dequantize", "Make the quantized weights of a checkpoint dense again");
   sub.add_option("IN", arguments->input, "A .safetensors file or a model directory")
       ->required()

@@ -100,7 +100,7 @@ void describe(const CudaInfo& cuda, std::string& text, Json& document) {
   describe_packs(text, document);
 }
 
-void run(std::string& text, Json& document) {
+void run_doctor(std::string& text, Json& document) {
   const SystemInfo system = system_info();
   const uint64_t memory_bytes =
       static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -130,7 +130,7 @@ void add_doctor_command(CLI::App& app, Command& command) {
   add_report_options(sub, command);
   sub.callback([&command] {
     command.name = "doctor";
-    command.run = run;
+    command.run = run_doctor;
   });
 }
 

@@ -26,7 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Arguments {
+struct PrecompileArguments {
   std::string output;
   std::vector<std::string> targets, ops, formats, dtypes;
   int num_jobs = 0;
@@ -35,7 +35,7 @@ struct Arguments {
   std::string shard;
 };
 
-KernelPackOptions to_options(const Arguments& arguments, bool force) {
+KernelPackOptions to_options(const PrecompileArguments& arguments, bool force) {
   KernelPackOptions options;
   options.targets = arguments.targets;
   options.ops = arguments.ops;
@@ -46,7 +46,7 @@ KernelPackOptions to_options(const Arguments& arguments, bool force) {
 }
 
 // Workers compile; what they have made is loaded, so that writing the pack finds it.
-void compile_in_workers(const Arguments& arguments, int64_t num_jobs,
+void compile_in_workers(const PrecompileArguments& arguments, int64_t num_jobs,
                         const std::function<bool(int64_t done)>& progress) {
   const WorkDirectory directory(
       arguments.output);  // beside it: a place that cannot be written is known at once
@@ -71,7 +71,7 @@ void compile_in_workers(const Arguments& arguments, int64_t num_jobs,
   for (const std::string& path : paths) load_kernel_pack(path);
 }
 
-void run_worker(const Arguments& arguments, bool force) {
+void run_worker(const PrecompileArguments& arguments, bool force) {
   ::umask(077);  // its pack is of this run alone
   KernelPackOptions options = to_options(arguments, force);
   char slash = 0;
@@ -85,7 +85,7 @@ void run_worker(const Arguments& arguments, bool force) {
   write_kernel_pack(arguments.output, options);
 }
 
-void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+void run(const PrecompileArguments& arguments, bool force, std::string& text, Json& document) {
   const auto start = std::chrono::steady_clock::now();
   KernelPackOptions options = to_options(arguments, force);
   const std::vector<std::string>& known = kernel_targets();
@@ -127,7 +127,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
 }  // namespace
 
 void add_precompile_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<PrecompileArguments>();
   CLI::App& sub =
       *app.add_subcommand("precompile", "Write a pack of compiled CUDA kernels, for machines without NVRTC");
   const auto add_list = [&](const char* option, std::vector<std::string>& words, const std::string& help) {

@@ -16,7 +16,7 @@ namespace halfbyte::cli {
 
 namespace {
 
-struct Arguments {
+struct PtxArguments {
   std::string op, kernel, arch, output;
   bool describe = false;
   KernelConfig config;
@@ -71,7 +71,7 @@ void list(std::string& text, Json& document) {
   text += summary_line("--arch", targets);
 }
 
-std::string kernel_of(const Arguments& arguments) {
+std::string kernel_of(const PtxArguments& arguments) {
   if (arguments.kernel.empty()) return choose_kernel(arguments.op, arguments.config).name;
   for (const KernelInfo& info : all_kernels())
     if (info.name == arguments.kernel && info.op != arguments.op)
@@ -81,7 +81,7 @@ std::string kernel_of(const Arguments& arguments) {
 }
 
 // The description, as text and as the document.
-void describe(const Arguments& arguments, bool force, std::string& text, Json& document) {
+void describe(const PtxArguments& arguments, bool force, std::string& text, Json& document) {
   const std::string kernel = kernel_of(arguments);
   std::optional<ReportFile> file;
   if (!arguments.output.empty()) file.emplace("--output", arguments.output, force);
@@ -98,7 +98,7 @@ void describe(const Arguments& arguments, bool force, std::string& text, Json& d
   text += summary_line("output", printable(arguments.output));
 }
 
-void emit(const Arguments& arguments, bool force, std::string& text, Json& document) {
+void emit(const PtxArguments& arguments, bool force, std::string& text, Json& document) {
   const std::string kernel = kernel_of(arguments);
   std::optional<ReportFile> file;
   if (!arguments.output.empty()) file.emplace("--output", arguments.output, force);
@@ -124,7 +124,7 @@ void emit(const Arguments& arguments, bool force, std::string& text, Json& docum
 }
 
 // An option for each key that some kernel has, as the first that has it describes it.
-void add_key_options(CLI::App& sub, const std::shared_ptr<Arguments>& arguments) {
+void add_key_options(CLI::App& sub, const std::shared_ptr<PtxArguments>& arguments) {
   for (const KernelInfo& kernel : all_kernels())
     for (const KernelKey& key : kernel.keys) {
       const std::string option = "--" + key.name;
@@ -143,7 +143,7 @@ void add_key_options(CLI::App& sub, const std::shared_ptr<Arguments>& arguments)
 }  // namespace
 
 void add_ptx_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<PtxArguments>();
   CLI::App& sub = *app.add_subcommand("ptx", "Print a CUDA kernel as PTX; without OP, list the kernels");
   sub.add_option("OP", arguments->op, "quantize, dequantize, ...")->option_text(" ");
   sub.add_option("--arch", arguments->arch, "The GPU target to compile for, such as sm_90a")

@@ -17,7 +17,7 @@ namespace halfbyte::cli {
 namespace {
 
 // As typed; words are checked when the command runs.
-struct Arguments {
+struct QuantizeArguments {
   std::string input;
   std::string format = "nf4";
   std::string group_size, layout, reader, scale_rule, scale_dtype, table, importance;
@@ -39,7 +39,7 @@ std::array<float, 16> parse_table_option(const std::string& text) {
   }
 }
 
-QuantizeOptions to_options(const Arguments& arguments, bool force) {
+QuantizeOptions to_options(const QuantizeArguments& arguments, bool force) {
   QuantizeOptions options;
   options.format = find_format(arguments.format).format;
   if ((options.format == Format::lut4) != !arguments.table.empty())
@@ -79,7 +79,7 @@ QuantizeOptions to_options(const Arguments& arguments, bool force) {
   return options;
 }
 
-void run(const Arguments& arguments, const Command& command, std::string& text, Json& document) {
+void run(const QuantizeArguments& arguments, const Command& command, std::string& text, Json& document) {
   QuantizeOptions options;
   DeviceChoice device;
   before_all(command.group.get(), [&] {
@@ -100,7 +100,7 @@ void run(const Arguments& arguments, const Command& command, std::string& text, 
 }  // namespace
 
 void add_quantize_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<QuantizeArguments>();
   CLI::App& sub = *app.add_subcommand("quantize", "Quantize the weights of a checkpoint");
   const auto add = [&](const std::string& name, auto& value, const char* placeholder,
                        const std::string& help) {

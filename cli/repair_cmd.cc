@@ -14,11 +14,11 @@
 namespace halfbyte::cli {
 namespace {
 
-struct Arguments {
+struct RepairArguments {
   std::string input, output;
 };
 
-void run(const Arguments& arguments, bool force, std::string& text, Json& document) {
+void run(const RepairArguments& arguments, bool force, std::string& text, Json& document) {
   ProgressBar progress(true);
   const RepairReport report =
       repair_checkpoint(arguments.input, arguments.output, force, progress.function());
@@ -40,7 +40,7 @@ void run(const Arguments& arguments, bool force, std::string& text, Json& docume
 }  // namespace
 
 void add_repair_command(CLI::App& app, Command& command) {
-  const auto arguments = std::make_shared<Arguments>();
+  const auto arguments = std::make_shared<RepairArguments>();
   CLI::App& sub = *app.add_subcommand(
       "repair", "Write a checkpoint in which weights of nvfp4 that runtimes fuse share their global scale");
   sub.add_option("IN", arguments->input, "A .safetensors file or a model directory")

@@ -31,6 +31,7 @@ LAYERS = [
     (r"src/benchmark/\w+_args\.h$", r"formats/"),
     (r"src/benchmark/\w+\.cu$", r"(formats|cuda/device)/|benchmark/\w+_args\.h$|halfbyte_config\.h$"),
     (r"src/formats/\w+_test\.cc$", r"(halfbyte|formats|core)/"),
+    (r"src/core/\w+_test\.cc$", r"(halfbyte|formats|core)/|io/test_directory\.h$"),
     (r"src/core/", r"(halfbyte|formats|core)/"),
     (r"src/cpu/", r"(halfbyte|formats|core|cpu)/"),
     (r"src/cuda/\w+_test\.cc$", r"(halfbyte|core|cuda)/|io/test_directory\.h$"),

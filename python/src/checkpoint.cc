@@ -281,9 +281,6 @@ std::string spec_text(const auto& weight) {
   return to_string(weight.spec) + " in blocks of " + std::to_string(weight.scale_rows) + "x" +
          std::to_string(weight.spec.group_size);
 }
-std::string shape_text(std::span<const int64_t> shape) {
-  return nb::cast<std::string>(nb::repr(to_python(shape)));
-}
 
 void bind_reading(nb::module_& module) {
   nb::class_<StoredTensor>(module, "StoredTensor", "A tensor as stored in a safetensors file.")

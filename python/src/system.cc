@@ -11,7 +11,7 @@
 namespace halfbyte::python {
 namespace {
 
-const char* to_string(FormatKind kind) {
+const char* kind_name(FormatKind kind) {
   switch (kind) {
     case FormatKind::table:
       return "table";
@@ -127,7 +127,7 @@ void bind_system(nb::module_& module) {
         nb::list list;
         for (const FormatInfo& each : all_formats())
           list.append(
-              make(each.name, to_string(each.kind), each.bits, halfbyte::to_string(each.default_rule)));
+              make(each.name, kind_name(each.kind), each.bits, halfbyte::to_string(each.default_rule)));
         return list;
       },
       nb::sig("def all_formats() -> list[FormatInfo]"),

@@ -44,13 +44,13 @@ class LaunchedWork : public Work {
   std::function<void(int)> launch_;
 };
 
-struct Reader {
+struct MemoryReader {
   cuda::CUfunction function;
   cuda::Grid grid;
 };
 
-std::vector<Reader> make_readers(const cuda::Context& context, int64_t num_bytes) {
-  std::vector<Reader> readers;
+std::vector<MemoryReader> make_readers(const cuda::Context& context, int64_t num_bytes) {
+  std::vector<MemoryReader> readers;
   const auto blocks_of = [&](int64_t bytes_per_block) { return ceil_div(num_bytes, bytes_per_block); };
   // blocks_per_multiprocessor 0: as many blocks as it takes for each to read once.
   const auto add_blocks = [&](int threads, int loads, int blocks_per_multiprocessor) {
@@ -152,7 +152,7 @@ class CudaBackend : public BenchBackend {
                                              int num_launches, bool chained) const override {
     std::vector<std::shared_ptr<Work>> works;
     if (chained && !has_early_start()) return works;
-    for (const Reader& reader : make_readers(context_, num_bytes))
+    for (const MemoryReader& reader : make_readers(context_, num_bytes))
       works.push_back(record(num_launches, [&](int i) {
         const ReadArgs args = {sets[static_cast<size_t>(i) % sets.size()], num_bytes,
                                reinterpret_cast<formats::u32*>(never_.data()), chained};

@@ -14,11 +14,11 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kMostSets = 4096;       // of weights, where they are tiny
-constexpr int64_t kCheckedRows = 16;  // of y; at most
-constexpr uint8_t kPoison = 0xFF;     // NaN in every dtype
+constexpr int kMostSets = 4096;          // of weights, where they are tiny
+constexpr int64_t kCheckedRows = 16;     // of y; at most
+constexpr uint8_t kOutputPoison = 0xFF;  // NaN in every dtype
 
-void store(float value, DType dtype, void* to) {
+void store_value(float value, DType dtype, void* to) {
   const uint16_t half = dtype == DType::f16 ? formats::to_f16(value) : formats::to_bf16(value);
   if (dtype == DType::f32)
     std::memcpy(to, &value, sizeof value);
@@ -118,7 +118,7 @@ class QgemmBench {
     const auto size = static_cast<size_t>(size_of(dtype));
     std::vector<uint8_t> bytes(pool_.size() * size);
     for (size_t i = 0; i < pool_.size(); ++i)
-      store(pool_[i] * scale + offset, dtype, bytes.data() + i * size);
+      store_value(pool_[i] * scale + offset, dtype, bytes.data() + i * size);
     return bytes;
   }
 
@@ -223,7 +223,7 @@ class QgemmBench {
     if (fill_dense) fill(dense_.memory(), pool);
     filled_with_ = dtype;
   }
-  void poison(void* memory, int64_t num_bytes) const { backend_->fill(memory, kPoison, num_bytes); }
+  void poison(void* memory, int64_t num_bytes) const { backend_->fill(memory, kOutputPoison, num_bytes); }
 
   // Products a second of large dense matrices, times two. Once per dtype.
   double cublas_flops(DType dtype) {
@@ -420,7 +420,7 @@ class QgemmBench {
     for (const int64_t row : rows)
       for (int64_t j = 0; j < in; ++j) {
         uint8_t stored[4];  // as x_ is filled
-        store(pool_[static_cast<size_t>((row * in + j) % kBenchPoolValues)], d.dtype, stored);
+        store_value(pool_[static_cast<size_t>((row * in + j) % kBenchPoolValues)], d.dtype, stored);
         x.push_back(load(d.dtype, stored));
       }
     const int64_t y_bytes = kCheckedRows * out * 4;

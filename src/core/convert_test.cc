@@ -9,6 +9,7 @@
 
 #include "core/checks.h"
 #include "halfbyte/qgemm.hpp"
+#include "io/test_directory.h"
 
 namespace halfbyte {
 namespace {
@@ -229,17 +230,6 @@ TEST(Convert, ProductsOfCodesOfPlans) {
         ASSERT_NEAR(float_at(y, i), sum, 2 * static_cast<double>(k) * 0x1p-24 * magnitude);
       }
     }
-}
-
-template <class Body>
-void expect_error(ErrorCode code, const std::string& text, const Body& body) {
-  try {
-    body();
-    ADD_FAILURE() << "no error with \"" << text << '"';
-  } catch (const Error& error) {
-    EXPECT_EQ(to_string(error.code()), std::string(to_string(code)));
-    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
-  }
 }
 
 TEST(Convert, WhatHasNoExactFormIsRefused) {

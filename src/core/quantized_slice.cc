@@ -9,7 +9,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr const char* kOp = "slice";
+constexpr const char* kSlice = "slice";
 
 // A weight [outer, extent, inner rows, cols], whose extent is cut: of columns, rows are outer.
 struct Cut {
@@ -90,8 +90,8 @@ std::vector<int64_t> check_slice(const char* op, const QuantSpec& spec, std::spa
 }
 
 QuantizedTensor QuantizedTensor::slice(const Slice& slice, void* stream) const {
-  check_quantized(kOp, *this);
-  std::vector<int64_t> kept = check_slice(kOp, spec, shape, slice);
+  check_quantized(kSlice, *this);
+  std::vector<int64_t> kept = check_slice(kSlice, spec, shape, slice);
   const Cut cut = cut_of(shape, slice.axis);
   // Many short runs: not one by one to a device.
   if (cut.columns && device().kind != DeviceKind::cpu)

@@ -11,7 +11,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr const char* kOp = "quantized tensor";
+constexpr const char* kQuantizedTensor = "quantized tensor";
 
 // What a part must be. `shape`: as the library makes it.
 struct QuantizedPart {
@@ -104,9 +104,10 @@ int64_t QuantizedTensor::num_bytes() const {
 }
 
 QuantizedView QuantizedTensor::view() const {
-  check_quantized(kOp, *this);
+  check_quantized(kQuantizedTensor, *this);
   HALFBYTE_CHECK(!spec.double_quant, usage,
-                 "{}: a view has no double quantization: take expanded().view(), or weight_view()", kOp);
+                 "{}: a view has no double quantization: take expanded().view(), or weight_view()",
+                 kQuantizedTensor);
   return {spec,
           rows(),
           cols(),
@@ -118,10 +119,10 @@ QuantizedView QuantizedTensor::view() const {
 }
 
 WeightView QuantizedTensor::weight_view(int64_t expert) const {
-  check_quantized(kOp, *this);
+  check_quantized(kQuantizedTensor, *this);
   const int64_t experts = num_experts();
-  HALFBYTE_CHECK(expert >= 0 && expert < experts, usage, "{}: expert must be 0 to {}, got {}", kOp,
-                 experts - 1, expert);
+  HALFBYTE_CHECK(expert >= 0 && expert < experts, usage, "{}: expert must be 0 to {}, got {}",
+                 kQuantizedTensor, experts - 1, expert);
   const int64_t n = rows() / experts, k = cols();
   const WeightViewBytes bytes = weight_view_bytes(spec, n, k, Layout::halfbyte);
   const bool flat = spec.granularity == Granularity::flat;
@@ -132,14 +133,14 @@ WeightView QuantizedTensor::weight_view(int64_t expert) const {
     HALFBYTE_CHECK(
         begin % spec.group_size == 0 && begin * info(spec.format).bits % 8 == 0, usage,
         "{}: expert {} has no view of its own: its {} elements are not whole groups of {} in whole bytes",
-        kOp, expert, n * k, spec.group_size);
+        kQuantizedTensor, expert, n * k, spec.group_size);
     first_code = begin * info(spec.format).bits / 8;
     first_group = begin / spec.group_size;
   }
   HALFBYTE_CHECK(
       !spec.double_quant || first_group % kDoubleQuantBlock == 0, usage,
-      "{}: expert {} has no view of its own: its first scale is number {}, not one of a block of {}", kOp,
-      expert, first_group, kDoubleQuantBlock);
+      "{}: expert {} has no view of its own: its first scale is number {}, not one of a block of {}",
+      kQuantizedTensor, expert, first_group, kDoubleQuantBlock);
   const auto at = [](const Tensor& part, int64_t byte) -> std::byte* {
     return part.num_bytes() == 0 ? nullptr : part.data() + byte;
   };
@@ -159,7 +160,7 @@ WeightView QuantizedTensor::weight_view(int64_t expert) const {
 }
 
 QuantizedTensor QuantizedTensor::expanded(void* stream) const {
-  check_quantized(kOp, *this);
+  check_quantized(kQuantizedTensor, *this);
   if (!spec.double_quant) return *this;
   const QuantizedTensor host = to(Device{}, stream);
   QuantizedTensor result = *this;

@@ -9,6 +9,13 @@
 
 namespace halfbyte {
 
+// ASCII letters only.
+inline std::string lower_case(std::string text) {
+  for (char& c : text)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  return text;
+}
+
 template <class Enum>
 struct Word {
   Enum value;

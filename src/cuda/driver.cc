@@ -38,7 +38,7 @@ std::string load(const std::string& name, Driver& driver) {
   return "";
 }
 
-Driver search() {
+Driver search_driver() {
   std::vector<std::string> names = {"libcuda.so.1"};
   for (const char* directory : {"/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib",
                                 "/usr/local/nvidia/lib64", "/run/opengl-driver/lib"})
@@ -65,7 +65,7 @@ Driver search() {
 const Driver& find_driver() {
   // Never destroyed, like all that lives as long as the process here: the driver ends before static
   // destructors do, and must not be called from them.
-  static const Driver& found = *new Driver(search());
+  static const Driver& found = *new Driver(search_driver());
   if (found.problem.empty()) is_loaded = true;
   return found;
 }

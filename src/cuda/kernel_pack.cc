@@ -38,7 +38,7 @@ void append_text(std::string& bytes, std::string_view text) {
 }
 
 // Takes values from the front of untrusted bytes. What is not there is empty, and `ok` false from then on.
-struct Reader {
+struct PackReader {
   std::string_view rest;
   bool ok = true;
 
@@ -185,7 +185,7 @@ KernelPack::KernelPack(const std::string& path) : file_(open_pack(path)) {
   HALFBYTE_CHECK(header.starts_with(kMagic) || header.size() < kHeaderBytes, bad_input,
                  "kernel pack \"{}\": its format is of another version than the one that halfbyte {} reads",
                  path, kVersion);
-  Reader range{std::string_view(header).substr(std::min<size_t>(kMagic.size(), header.size()))};
+  PackReader range{std::string_view(header).substr(std::min<size_t>(kMagic.size(), header.size()))};
   const uint64_t offset = range.size(), num_bytes = range.size();
   HALFBYTE_CHECK(
       header.size() == kHeaderBytes && offset >= kHeaderBytes && offset <= file_bytes &&
@@ -215,7 +215,7 @@ void KernelPack::read(uint64_t offset, std::span<char> bytes) const {
 
 // What the hash guards against is damage: sizes are checked all the same.
 void KernelPack::parse(std::string_view index, uint64_t index_offset) {
-  Reader reader{index};
+  PackReader reader{index};
   info_.version = reader.text();
   const uint64_t num_entries = reader.size();
   std::set<std::string, std::less<>> targets;

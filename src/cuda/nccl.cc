@@ -21,7 +21,7 @@ std::string load(const std::string& name, Nccl& found) {
   return "";
 }
 
-Nccl search() {
+Nccl search_nccl() {
   setenv("NCCL_NVLS_ENABLE", "0", 0);  // NOLINT(concurrency-mt-unsafe): NCCL reads it so, once
   constexpr const char* kNames[] = {"libnccl.so.2", "libnccl.so"};
   return search_libraries<Nccl>("NCCL", "HALFBYTE_NCCL", kNames, load);
@@ -31,7 +31,7 @@ Nccl search() {
 
 // Never destroyed: see find_driver.
 const Nccl& find_nccl() {
-  static const Nccl& found = *new Nccl(search());
+  static const Nccl& found = *new Nccl(search_nccl());
   return found;
 }
 

@@ -52,7 +52,7 @@ std::string load(const std::string& name, Nvrtc& nvrtc) {
 
 // The first that the driver runs the code of: one of no later major version. Else the first, whose code the
 // driver may refuse.
-Nvrtc search() {
+Nvrtc search_nvrtc() {
   const int driver_major = find_driver().version / 1000;  // 0: there is no driver
   Nvrtc first;
   std::string tried;
@@ -77,7 +77,7 @@ Nvrtc search() {
 std::vector<std::string> nvrtc_candidates() { return library_candidates("HALFBYTE_NVRTC", kNames); }
 
 const Nvrtc& find_nvrtc() {
-  static const Nvrtc& found = *new Nvrtc(search());  // never destroyed: see find_driver
+  static const Nvrtc& found = *new Nvrtc(search_nvrtc());  // never destroyed: see find_driver
   return found;
 }
 

@@ -17,7 +17,6 @@ namespace {
 
 using names::components;
 using names::expand;
-using names::join;
 using names::matches;
 using names::Parts;
 using names::patterns;
@@ -261,7 +260,7 @@ std::optional<ModuleInfo> Architecture::Model::find_module(const Parts& parts) c
       info.role = group.role;
       info.transposed = group.transposed;
       info.interleaved = group.interleaved;
-      info.module = join(parts, 0, length);
+      info.module = names::join(parts, 0, length);
       const auto lies_in = [&](const Parts& one) {
         return one.size() <= size && matches(one, parts, 0, one.size());
       };
@@ -288,7 +287,7 @@ std::optional<ModuleInfo> Architecture::Model::find(std::string_view tensor) con
     for (const Parts& source : one.sources) {
       if (!matches(source, given, 0, given.size())) continue;
       const Parts target = with_numbers(source, one.targets.front(), given, 0);
-      names.emplace_back(join(target, 0, target.size()), one.operations);
+      names.emplace_back(names::join(target, 0, target.size()), one.operations);
     }
   }
   const size_t plain = names.size();
@@ -300,7 +299,7 @@ std::optional<ModuleInfo> Architecture::Model::find(std::string_view tensor) con
       if (parts.size() <= rule.source.size() || !matches(rule.source, parts, 0, rule.source.size())) continue;
       Parts other = rule.target;
       other.insert(other.end(), parts.begin() + static_cast<ptrdiff_t>(rule.source.size()), parts.end());
-      names.emplace_back(join(other, 0, other.size()), "");
+      names.emplace_back(names::join(other, 0, other.size()), "");
     }
   }
   for (const auto& [name, operations] : names) {
@@ -317,7 +316,7 @@ std::optional<ModuleInfo> Architecture::Model::find(std::string_view tensor) con
     if (inside == nullptr) {
       info = find_module(parts);
     } else {
-      const std::string prefix = join(parts, 0, inside->path.size()) + ".";
+      const std::string prefix = names::join(parts, 0, inside->path.size()) + ".";
       for (const auto& model : inside->models) {
         info = model->find(name.substr(prefix.size()));
         if (!info) continue;
@@ -360,11 +359,11 @@ std::optional<Architecture> Architecture::find(const json& config) {
 
 std::vector<std::string> Architecture::Model::tied_names() const {
   std::vector<std::string> names;
-  for (const Parts& one : tied_modules) names.push_back(join(one, 0, one.size()));
+  for (const Parts& one : tied_modules) names.push_back(names::join(one, 0, one.size()));
   for (const Nested& one : nested)
     for (const auto& model : one.models)
       for (const std::string& name : model->tied_names())
-        names.push_back(join(one.path, 0, one.path.size()) + "." + name);
+        names.push_back(names::join(one.path, 0, one.path.size()) + "." + name);
   return names;
 }
 
@@ -379,7 +378,8 @@ std::optional<ModuleInfo> Architecture::find_tensor(std::string_view tensor) con
   // Checkpoints of a base model have no prefix for it, and those of a model with a head may be read as the
   // base model.
   for (const Model::Nested& one : model_->nested) {
-    if (auto info = model_->find(join(one.path, 0, one.path.size()) + "." + std::string(tensor))) return info;
+    if (auto info = model_->find(names::join(one.path, 0, one.path.size()) + "." + std::string(tensor)))
+      return info;
   }
   const size_t dot = tensor.find('.');
   return dot == std::string_view::npos ? std::nullopt : model_->find(tensor.substr(dot + 1));

@@ -10,6 +10,7 @@
 #include "core/arithmetic.h"
 #include "core/checks.h"
 #include "core/format.h"
+#include "core/words.h"
 #include "io/architecture.h"
 #include "io/config.h"
 #include "io/container.h"
@@ -29,18 +30,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kConfigFile = "config.json";
-constexpr const char* kModelFile = "model.safetensors";
 constexpr const char* kAdapterConfigFile = "adapter_config.json";
 // Of other tools; config.json can say the same.
 constexpr const char* kQuantizationConfigFiles[] = {"hf_quant_config.json", "quantize_config.json",
                                                     "quant_config.json"};
-
-std::string lower_case(std::string text) {
-  for (char& c : text)
-    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
-  return text;
-}
 
 void add_file(Checkpoint::Impl& checkpoint, const std::string& name, InputFile input, const Stop& stop) {
   SafetensorsHeader header = read_safetensors_header(input, name, stop);

@@ -11,6 +11,7 @@
 #include "cpu/parallel.h"
 #include "halfbyte/output.hpp"
 #include "halfbyte/version.hpp"
+#include "io/config.h"
 #include "io/container.h"
 #include "io/journal.h"
 #include "io/limits.h"
@@ -22,8 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
-constexpr const char* kConfigFile = "config.json";
-constexpr const char* kModelFile = "model.safetensors";
 // Weights, in other forms too, and what is not complete.
 bool is_skipped_file(const std::string& name) {
   return name.ends_with(".safetensors") || container_of_name(name) != nullptr || is_temporary_name(name);

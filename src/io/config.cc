@@ -12,27 +12,27 @@
 namespace halfbyte::io {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
-constexpr const char* kName = "config.json";
 constexpr std::array<Word<DType>, 3> kTorchNames{
     {{DType::f32, "float32"}, {DType::f16, "float16"}, {DType::bf16, "bfloat16"}}};
 
-Json parse_config(const std::string& text) {
-  Json config = parse_json<Json>(with_marked_constants(text), kName);
-  HALFBYTE_CHECK(config.is_object(), bad_input, "{}: expected an object, got {}", kName, config.type_name());
+OrderedJson parse_config(const std::string& text) {
+  OrderedJson config = parse_json<OrderedJson>(with_marked_constants(text), kConfigFile);
+  HALFBYTE_CHECK(config.is_object(), bad_input, "{}: expected an object, got {}", kConfigFile,
+                 config.type_name());
   return config;
 }
 
-std::string dump(const Json& config) { return without_marks(config.dump(2)) + "\n"; }
+std::string dump(const OrderedJson& config) { return without_marks(config.dump(2)) + "\n"; }
 // What is written must be read again.
-std::string dump_config(const Json& config) {
+std::string dump_config(const OrderedJson& config) {
   std::string text = dump(config);
   config_json(text);
   return text;
 }
 
-Json bitsandbytes_entry(const ModelQuantization& q) {
+OrderedJson bitsandbytes_entry(const ModelQuantization& q) {
   return {{"quant_method", "bitsandbytes"},
           {"load_in_4bit", true},
           {"load_in_8bit", false},
@@ -43,45 +43,45 @@ Json bitsandbytes_entry(const ModelQuantization& q) {
           {"llm_int8_skip_modules", q.dense_modules}};
 }
 
-Json fp8_block() { return Json::array({kFp8Block, kFp8Block}); }
+OrderedJson fp8_block() { return OrderedJson::array({kFp8Block, kFp8Block}); }
 
 // Its readers refuse keys that they do not know: no more than these.
-Json compressed_tensors_entry(const ModelQuantization& q) {
+OrderedJson compressed_tensors_entry(const ModelQuantization& q) {
   const bool grouped = q.spec.granularity == Granularity::group, global = has_global_scale(q.spec);
   const FormatInfo& format = info(q.spec.format);
   const bool fp8 = q.spec.format == Format::fp8, blocks = fp8 && grouped;
-  Json weights = {{"num_bits", format.bits},
-                  {"type", format.scale_dtype || fp8 ? "float" : "int"},
-                  {"symmetric", !q.spec.asymmetric},
-                  {"strategy", global   ? "tensor_group"
-                               : blocks ? "block"
-                                        : to_string(q.spec.granularity)},
-                  {"group_size", grouped && !blocks ? Json(q.spec.group_size) : Json()},
-                  {"dynamic", false}};
+  OrderedJson weights = {{"num_bits", format.bits},
+                         {"type", format.scale_dtype || fp8 ? "float" : "int"},
+                         {"symmetric", !q.spec.asymmetric},
+                         {"strategy", global   ? "tensor_group"
+                                      : blocks ? "block"
+                                               : to_string(q.spec.granularity)},
+                         {"group_size", grouped && !blocks ? OrderedJson(q.spec.group_size) : OrderedJson()},
+                         {"dynamic", false}};
   if (blocks) weights["block_structure"] = fp8_block();
   if (format.scale_dtype)
     weights["scale_dtype"] = weights["zp_dtype"] = global ? "torch.float8_e4m3fn" : "torch.uint8";
-  const Json group = {{"targets", Json::array({"Linear"})},
-                      {"input_activations", nullptr},
-                      {"output_activations", nullptr},
-                      {"weights", weights}};
-  Json entry = {{"quant_method", "compressed-tensors"},
-                {"format", compressed_tensors_format(q.spec.format)},
-                {"quantization_status", "compressed"},
-                {"ignore", q.dense_modules},
-                {"config_groups", Json::object({{"group_0", group}})}};
+  const OrderedJson group = {{"targets", OrderedJson::array({"Linear"})},
+                             {"input_activations", nullptr},
+                             {"output_activations", nullptr},
+                             {"weights", weights}};
+  OrderedJson entry = {{"quant_method", "compressed-tensors"},
+                       {"format", compressed_tensors_format(q.spec.format)},
+                       {"quantization_status", "compressed"},
+                       {"ignore", q.dense_modules},
+                       {"config_groups", OrderedJson::object({{"group_0", group}})}};
   if (q.decompressed) entry["run_compressed"] = false;
   return entry;
 }
 
-Json mlx_entry(const MlxGrid& grid) {
+OrderedJson mlx_entry(const MlxGrid& grid) {
   return {{"group_size", grid.group_size}, {"bits", grid.bits}, {"mode", "affine"}};
 }
-Json mlx_entry(const QuantSpec& spec) { return mlx_entry({info(spec.format).bits, spec.group_size}); }
-Json mlx_entry(const ModelQuantization& quantization) {
-  const Json own = mlx_entry(quantization.spec);
-  Json entry = own;
-  auto& members = static_cast<Json::object_t::Container&>(entry.get_ref<Json::object_t&>());
+OrderedJson mlx_entry(const QuantSpec& spec) { return mlx_entry({info(spec.format).bits, spec.group_size}); }
+OrderedJson mlx_entry(const ModelQuantization& quantization) {
+  const OrderedJson own = mlx_entry(quantization.spec);
+  OrderedJson entry = own;
+  auto& members = static_cast<OrderedJson::object_t::Container&>(entry.get_ref<OrderedJson::object_t&>());
   for (const auto& [module, grid] : quantization.modules) {
     if (own.contains(module))
       entry[module] = mlx_entry(grid);
@@ -91,11 +91,11 @@ Json mlx_entry(const ModelQuantization& quantization) {
   return entry;
 }
 
-Json halfbyte_entry(const QuantSpec& spec) {
-  Json entry = {{"quant_method", "halfbyte"},
-                {"version", 1},
-                {"format", info(spec.format).name},
-                {"granularity", to_string(spec.granularity)}};
+OrderedJson halfbyte_entry(const QuantSpec& spec) {
+  OrderedJson entry = {{"quant_method", "halfbyte"},
+                       {"version", 1},
+                       {"format", info(spec.format).name},
+                       {"granularity", to_string(spec.granularity)}};
   if (spec.granularity == Granularity::group || spec.granularity == Granularity::flat)
     entry["group_size"] = spec.group_size;
   return entry;
@@ -103,23 +103,23 @@ Json halfbyte_entry(const QuantSpec& spec) {
 
 // Readers refuse a config without these keys. Symmetric weights are of version 1, which every reader has,
 // others of version 2.
-Json gptq_entry(const ModelQuantization& q) {
-  Json entry = {{"quant_method", "gptq"},
-                {"bits", info(q.spec.format).bits},
-                {"group_size", q.spec.granularity == Granularity::group ? q.spec.group_size : -1},
-                {"sym", !q.spec.asymmetric},
-                {"desc_act", false},
-                {"checkpoint_format", q.spec.asymmetric ? "gptq_v2" : "gptq"},
-                {"lm_head", q.head},
-                {"pack_dtype", "int32"}};
+OrderedJson gptq_entry(const ModelQuantization& q) {
+  OrderedJson entry = {{"quant_method", "gptq"},
+                       {"bits", info(q.spec.format).bits},
+                       {"group_size", q.spec.granularity == Granularity::group ? q.spec.group_size : -1},
+                       {"sym", !q.spec.asymmetric},
+                       {"desc_act", false},
+                       {"checkpoint_format", q.spec.asymmetric ? "gptq_v2" : "gptq"},
+                       {"lm_head", q.head},
+                       {"pack_dtype", "int32"}};
   if (!q.blocks.empty()) entry["block_name_to_quantize"] = q.blocks;
   if (!q.quantized_modules.empty())
-    entry["modules_in_block_to_quantize"] = Json::array({Json(q.quantized_modules)});
+    entry["modules_in_block_to_quantize"] = OrderedJson::array({OrderedJson(q.quantized_modules)});
   return entry;
 }
 
 // Symmetric weights have zero points too: their readers know no others.
-Json awq_entry(const ModelQuantization& q) {
+OrderedJson awq_entry(const ModelQuantization& q) {
   return {{"quant_method", "awq"},
           {"bits", info(q.spec.format).bits},
           {"group_size", q.spec.granularity == Granularity::group ? q.spec.group_size : -1},
@@ -134,24 +134,25 @@ const char* modelopt_algorithm(const ModelQuantization& q) {
 }
 
 // Of hf_quant_config.json.
-Json modelopt_quantization(const ModelQuantization& q) {
-  Json entry = {{"quant_algo", modelopt_algorithm(q)},
-                {"kv_cache_quant_algo", nullptr},
-                {"exclude_modules", q.dense_modules}};
+OrderedJson modelopt_quantization(const ModelQuantization& q) {
+  OrderedJson entry = {{"quant_algo", modelopt_algorithm(q)},
+                       {"kv_cache_quant_algo", nullptr},
+                       {"exclude_modules", q.dense_modules}};
   if (q.spec.granularity == Granularity::group) entry["group_size"] = q.spec.group_size;
   return entry;
 }
-Json modelopt_entry(const ModelQuantization& q) {
-  Json weights = {{"num_bits", info(q.spec.format).bits}, {"type", "float"}, {"dynamic", false}};
+OrderedJson modelopt_entry(const ModelQuantization& q) {
+  OrderedJson weights = {{"num_bits", info(q.spec.format).bits}, {"type", "float"}, {"dynamic", false}};
   if (q.spec.granularity == Granularity::group) weights["group_size"] = q.spec.group_size;
   return {{"quant_method", "modelopt"},
           {"quant_algo", modelopt_algorithm(q)},
           {"config_groups",
-           Json::object({{"group_0", {{"targets", Json::array({"Linear"})}, {"weights", weights}}}})},
+           OrderedJson::object(
+               {{"group_0", {{"targets", OrderedJson::array({"Linear"})}, {"weights", weights}}}})},
           {"ignore", q.dense_modules}};
 }
 
-Json fp8_entry(const ModelQuantization& q) {
+OrderedJson fp8_entry(const ModelQuantization& q) {
   return {{"quant_method", "fp8"},
           {"fmt", "e4m3"},
           {"activation_scheme", "dynamic"},
@@ -159,12 +160,12 @@ Json fp8_entry(const ModelQuantization& q) {
           {"modules_to_not_convert", q.dense_modules}};
 }
 
-Json gpt_oss_entry(const ModelQuantization& q) {
+OrderedJson gpt_oss_entry(const ModelQuantization& q) {
   return {{"quant_method", "mxfp4"}, {"modules_to_not_convert", q.dense_modules}};
 }
 
 // The "quantization_config" of a layout.
-Json entry_of(const ModelQuantization& q) {
+OrderedJson entry_of(const ModelQuantization& q) {
   switch (q.layout) {
     case Layout::bitsandbytes:
       return bitsandbytes_entry(q);
@@ -186,12 +187,6 @@ Json entry_of(const ModelQuantization& q) {
       return gpt_oss_entry(q);
   }
   HALFBYTE_FAIL(bug, "no layout {}", static_cast<int>(q.layout));
-}
-
-std::string lower_case(std::string text) {
-  for (char& c : text)
-    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
-  return text;
 }
 
 std::optional<WordConfig> word_config(const nlohmann::json& object) {
@@ -247,8 +242,8 @@ MlxGrids mlx_grids_of(const nlohmann::json& quantization, const std::string& wha
 
 nlohmann::json config_json(const std::string& config) {
   HALFBYTE_CHECK(config.size() <= kMaxConfigBytes, bad_input, "{}: {} bytes, more than the limit of {}",
-                 kName, config.size(), kMaxConfigBytes);
-  return parse_json<nlohmann::json>(with_marked_constants(config), kName);
+                 kConfigFile, config.size(), kMaxConfigBytes);
+  return parse_json<nlohmann::json>(with_marked_constants(config), kConfigFile);
 }
 
 void check_config(const std::string& config) { config_json(config); }
@@ -269,7 +264,7 @@ std::optional<DType> dtype_from_torch(std::string_view name) {
 }
 
 std::string quant_method(const std::string& config) {
-  const Json json = parse_config(config);
+  const OrderedJson json = parse_config(config);
   for (const char* key : {"quantization_config", "quantization"}) {
     const auto entry = json.find(key);
     if (entry == json.end() || entry->is_null()) continue;
@@ -283,7 +278,7 @@ std::string quant_method(const std::string& config) {
 MlxGrids mlx_grids_of_config(const std::string& config) {
   const nlohmann::json json = config_json(config);
   if (!json.is_object() || !json.contains("quantization")) return {};
-  return mlx_grids_of(json["quantization"], std::string(kName) + ": quantization");
+  return mlx_grids_of(json["quantization"], std::string(kConfigFile) + ": quantization");
 }
 
 MlxGrids mlx_grids(const std::string& quantization) {
@@ -389,7 +384,7 @@ std::optional<DType> dtype_of_config(const std::string& config) {
 }
 
 std::string word_quantization(const ModelQuantization& quantization, bool with_dtype) {
-  Json entry = entry_of(quantization);
+  OrderedJson entry = entry_of(quantization);
   if (with_dtype) entry["dtype"] = torch_name(quantization.weight_dtype);
   return with_dtype ? entry.dump() : dump(entry);
 }
@@ -405,14 +400,14 @@ std::map<std::string, std::string> files_beside_config(const ModelQuantization& 
 std::string mlx_quantization(const QuantSpec& spec) { return mlx_entry(spec).dump(); }
 
 std::string with_quantization(const std::string& config, const ModelQuantization& quantization) {
-  Json json = parse_config(config);
+  OrderedJson json = parse_config(config);
   if (quantization.layout == Layout::mlx) json["quantization"] = mlx_entry(quantization);
   json["quantization_config"] = entry_of(quantization);
   return dump_config(json);
 }
 
 std::string without_quantization(const std::string& config, std::optional<DType> dtype) {
-  Json json = parse_config(config);
+  OrderedJson json = parse_config(config);
   json.erase("quantization_config");
   json.erase("quantization");
   json.erase("expert_dtype");  // of DeepSeek-V4

@@ -14,6 +14,8 @@
 
 namespace halfbyte::io {
 
+inline constexpr const char* kConfigFile = "config.json";
+
 // "bfloat16": the dtype in PyTorch's words; f32, f16 and bf16 only.
 const char* torch_name(DType dtype);
 std::optional<DType> dtype_from_torch(std::string_view name);

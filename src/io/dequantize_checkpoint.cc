@@ -28,7 +28,7 @@ struct Place {
   bool turned() const { return col_stride != 1; }
 };
 
-struct Task {
+struct DequantizeTask {
   size_t weight;
   int64_t begin, count;  // elements to decode, or bytes to copy
 };
@@ -52,7 +52,7 @@ class Dequantizer {
   bool place_expert(size_t weight, const Architecture& architecture, std::map<std::string, size_t>& outputs);
   int64_t max_elements(size_t weight, Device device) const;  // of a block
   DType dtype_of(const Weight& weight) const { return options_.dtype.value_or(*weight.dtype); }
-  uint64_t output_bytes(const Task& task) const {
+  uint64_t output_bytes(const DequantizeTask& task) const {
     const Weight& weight = input_.weights[task.weight];
     return static_cast<uint64_t>(weight.layout ? task.count * size_of(dtype_of(weight)) : task.count);
   }
@@ -63,8 +63,8 @@ class Dequantizer {
   std::vector<std::unique_ptr<TensorFile>> write_files(OutputCheckpoint& writer,
                                                        std::span<const size_t> indices,
                                                        ProgressPhase& progress);
-  void copy_bytes(TensorFile& file, const Task& task, BlockWorker& worker) const;
-  void dequantize_elements(TensorFile& file, const Task& task, BlockWorker& worker) const;
+  void copy_bytes(TensorFile& file, const DequantizeTask& task, BlockWorker& worker) const;
+  void dequantize_elements(TensorFile& file, const DequantizeTask& task, BlockWorker& worker) const;
   void write_elements(TensorFile& file, size_t weight, int64_t begin, std::span<const std::byte> bytes,
                       int64_t size) const;
 
@@ -78,7 +78,7 @@ class Dequantizer {
   std::vector<OutputWeight> outputs_;
   std::vector<Place> places_;  // of each weight of the input
   OutputFiles files_;
-  std::vector<std::vector<Task>> tasks_of_file_;
+  std::vector<std::vector<DequantizeTask>> tasks_of_file_;
   SideFiles side_files_;
   CheckpointReport report_;
 };
@@ -260,7 +260,7 @@ void Dequantizer::write_elements(TensorFile& file, size_t weight, int64_t begin,
   }
 }
 
-void Dequantizer::copy_bytes(TensorFile& file, const Task& task, BlockWorker& worker) const {
+void Dequantizer::copy_bytes(TensorFile& file, const DequantizeTask& task, BlockWorker& worker) const {
   const Weight& weight = input_.weights[task.weight];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
   {
@@ -273,7 +273,8 @@ void Dequantizer::copy_bytes(TensorFile& file, const Task& task, BlockWorker& wo
   write_elements(file, task.weight, task.begin / size, bytes, size);
 }
 
-void Dequantizer::dequantize_elements(TensorFile& file, const Task& task, BlockWorker& worker) const {
+void Dequantizer::dequantize_elements(TensorFile& file, const DequantizeTask& task,
+                                      BlockWorker& worker) const {
   const Weight& weight = input_.weights[task.weight];
   const StoredWeight& quantized = *input_.quantized_weight(weight);
   const DType dtype = dtype_of(weight);
@@ -306,10 +307,10 @@ std::vector<std::unique_ptr<TensorFile>> Dequantizer::write_files(OutputCheckpoi
                                                                   std::span<const size_t> indices,
                                                                   ProgressPhase& progress) {
   std::vector<std::unique_ptr<TensorFile>> files;
-  std::vector<std::pair<const Task*, TensorFile*>> tasks;
+  std::vector<std::pair<const DequantizeTask*, TensorFile*>> tasks;
   for (const size_t index : indices) {
     files.push_back(writer.begin_file(index, content_of(index)));
-    for (const Task& task : tasks_of_file_[index]) tasks.emplace_back(&task, files.back().get());
+    for (const DequantizeTask& task : tasks_of_file_[index]) tasks.emplace_back(&task, files.back().get());
   }
   BlockWorkers& workers = *workers_;
   parallel_for(std::ssize(tasks), 1, workers.size(), [&](int64_t begin, int64_t end, int w) {
@@ -360,7 +361,7 @@ CheckpointReport Dequantizer::run() {
     for (size_t file = 0; file < files_.names.size(); ++file) {
       if (writer.is_resumed(file) && writer.take_resumed(file, content_of(file))) {
         ++report_.num_resumed_files;
-        for (const Task& task : tasks_of_file_[file]) progress.add(output_bytes(task));
+        for (const DequantizeTask& task : tasks_of_file_[file]) progress.add(output_bytes(task));
       } else if (writer.is_mine(file)) {
         mine.push_back(file);
       }

@@ -30,7 +30,7 @@
 // does what the original does unless a test armed a fault.
 namespace {
 
-struct Fault {
+struct CallFault {
   int error = 0;                   // errno of calls that fail; 0: none does
   int skip = 0;                    // calls before the first that fails
   int count = 1;                   // calls that fail
@@ -44,7 +44,7 @@ struct Fault {
     return true;
   }
 };
-Fault read_fault, write_fault, allocate_fault, sync_fault, rename_fault, rename_flags_fault, link_fault,
+CallFault read_fault, write_fault, allocate_fault, sync_fault, rename_fault, rename_flags_fault, link_fault,
     stat_fault;
 std::vector<uint64_t> random_numbers;  // the next ones; empty: those of the system
 
@@ -105,8 +105,8 @@ using Names = std::vector<std::string>;
 class File : public testing::Test {
  protected:
   ~File() override {
-    for (Fault* fault : {&read_fault, &write_fault, &allocate_fault, &sync_fault, &rename_fault,
-                         &rename_flags_fault, &link_fault, &stat_fault})
+    for (CallFault* fault : {&read_fault, &write_fault, &allocate_fault, &sync_fault, &rename_fault,
+                             &rename_flags_fault, &link_fault, &stat_fault})
       *fault = {};
   }
   TestDirectory dir_;
@@ -685,8 +685,8 @@ TEST_F(Output, works_where_space_cannot_be_reserved) {
 // After a fault at any step the old file is there, or the complete new one if the rename was done.
 TEST_F(Output, every_fault_leaves_the_old_file_and_nothing_else) {
   const struct {
-    Fault& fault;
-    Fault value;
+    CallFault& fault;
+    CallFault value;
     const char* text;
     const char* content;
   } cases[] = {
@@ -1023,8 +1023,8 @@ TEST_F(Output, sync_can_be_stopped) {
 TEST_F(OutputTree, every_fault_leaves_the_old_tree_and_nothing_else) {
   const struct {
     int flags_error;  // of renameat2
-    Fault& fault;
-    Fault value;
+    CallFault& fault;
+    CallFault value;
     const char* content;
   } cases[] = {
       {0, sync_fault, {.error = EIO}, "old"},             // of the tree

@@ -16,7 +16,6 @@
 namespace halfbyte::io {
 namespace {
 
-using names::join;
 using names::matches;
 using names::Parts;
 using names::patterns;
@@ -435,7 +434,7 @@ MlxModel::Weights MlxModel::weights(std::span<const Weight> input) const {
         left_out = true;
         return;
       }
-      std::string target = join(parts, 0, parts.size());
+      std::string target = names::join(parts, 0, parts.size());
       const auto [found, is_new] = place.try_emplace(target, planned.size());
       if (is_new) planned.push_back({std::move(target), recipe, {}});
       Planned& one = planned[found->second];

@@ -13,15 +13,15 @@
 namespace halfbyte::io {
 namespace {
 
-struct Input {
+struct InputWeight {
   std::string name, dtype;
   std::vector<int64_t> shape;
 };
 
 // Every byte tells weight and place.
-void write_input(const std::string& path, const std::vector<Input>& inputs) {
+void write_input(const std::string& path, const std::vector<InputWeight>& inputs) {
   std::vector<StoredTensor> tensors;
-  for (const Input& input : inputs) tensors.push_back({input.name, input.dtype, input.shape, "", 0, 0});
+  for (const InputWeight& input : inputs) tensors.push_back({input.name, input.dtype, input.shape, "", 0, 0});
   const SafetensorsLayout layout = lay_out_safetensors(tensors, {});
   std::string text = layout.prefix;
   text.resize(layout.file_bytes);
@@ -32,7 +32,7 @@ void write_input(const std::string& path, const std::vector<Input>& inputs) {
 
 class OutputWeightTest : public ::testing::Test {
  protected:
-  const Checkpoint::Impl& open(const std::vector<Input>& inputs) {
+  const Checkpoint::Impl& open(const std::vector<InputWeight>& inputs) {
     write_input(directory_ / "in.safetensors", inputs);
     checkpoint_.emplace(Checkpoint::open(directory_ / "in.safetensors"));
     return checkpoint_->impl();

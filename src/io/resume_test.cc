@@ -124,7 +124,7 @@ class Resume : public ::testing::Test {
   TestDirectory dir_;
 };
 
-QuantizeOptions options_for(Format format) {
+QuantizeOptions resume_options(Format format) {
   QuantizeOptions options;
   options.format = format;
   options.nonfinite = NonFinite::keep_dense;
@@ -139,7 +139,7 @@ TEST_F(Resume, quantize) {
   };
   for (const Format format : {Format::nf4, Format::int4, Format::nvfp4}) {  // f16 scales of int4 become f32
     SCOPED_TRACE(info(format).name);
-    QuantizeOptions options = options_for(format);
+    QuantizeOptions options = resume_options(format);
     if (format == Format::int4) options.layout = Layout::halfbyte;
     if (format == Format::int4) options.group_size = 64;
     options.double_quant = format == Format::nf4;
@@ -150,7 +150,7 @@ TEST_F(Resume, quantize) {
 
 TEST_F(Resume, dequantize_and_convert) {
   const std::string model = make_model(/*has_nan=*/false);
-  QuantizeOptions options = options_for(Format::int4);
+  QuantizeOptions options = resume_options(Format::int4);
   options.layout = Layout::halfbyte;
   options.group_size = 64;
   options.shard_bytes = 1;
@@ -218,7 +218,7 @@ TEST_F(Resume, writer) {
 
 TEST_F(Resume, is_left_alone_or_discarded) {
   const std::string model = make_model();
-  QuantizeOptions options = options_for(Format::nf4);
+  QuantizeOptions options = resume_options(Format::nf4);
   options.progress = cancel_at(3);
   expect_error(ErrorCode::cancelled, "(3 of 8 files are complete and kept",
                [&] { quantize_checkpoint(model, path("out"), options); });
@@ -240,13 +240,13 @@ TEST_F(Resume, is_left_alone_or_discarded) {
 TEST_F(Resume, refuses_what_is_of_another_run) {
   const std::string model = make_model();
   const auto interrupt = [&] {
-    QuantizeOptions options = options_for(Format::nf4);
+    QuantizeOptions options = resume_options(Format::nf4);
     options.progress = cancel_at(3);
     expect_error(ErrorCode::cancelled, "", [&] { quantize_checkpoint(model, path("out"), options); });
   };
   interrupt();
   const std::string left = unfinished();
-  QuantizeOptions options = options_for(Format::int4);
+  QuantizeOptions options = resume_options(Format::int4);
   options.unfinished = Unfinished::resume;
   const auto refused = [&](ErrorCode code, const std::string& text) {
     expect_error(code, text, [&] { quantize_checkpoint(model, path("out"), options); });
@@ -285,7 +285,7 @@ TEST_F(Resume, refuses_what_is_of_another_run) {
 // A run that would fail again leaves nothing.
 TEST_F(Resume, not_after_bad_input) {
   const std::string model = make_model();
-  QuantizeOptions options = options_for(Format::nf4);
+  QuantizeOptions options = resume_options(Format::nf4);
   options.nonfinite = NonFinite::error;
   expect_error(ErrorCode::bad_input, "non-finite", [&] { quantize_checkpoint(model, path("out"), options); });
   EXPECT_EQ(dir_.names(), (std::vector<std::string>{"model"}));
@@ -293,7 +293,7 @@ TEST_F(Resume, not_after_bad_input) {
 
 TEST_F(Resume, damage_is_written_again) {
   const std::string model = make_model();
-  const QuantizeOptions options = options_for(Format::nf4);
+  const QuantizeOptions options = resume_options(Format::nf4);
   quantize_checkpoint(model, path("want"), options);
   QuantizeOptions interrupted = options, resumed = options;
   interrupted.progress = cancel_at(4);
@@ -344,7 +344,7 @@ TEST_F(Resume, damage_is_written_again) {
 // Nothing of one file is complete before all is.
 TEST_F(Resume, one_file_is_never_unfinished) {
   const std::string model = make_model();
-  QuantizeOptions options = options_for(Format::nf4);
+  QuantizeOptions options = resume_options(Format::nf4);
   options.shard_bytes = uint64_t{1} << 40;
   for (int moment = 0; moment < 2; ++moment) {
     options.progress = cancel_at(moment);

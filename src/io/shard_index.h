@@ -12,6 +12,7 @@
 
 namespace halfbyte::io {
 
+inline constexpr const char* kModelFile = "model.safetensors";
 inline constexpr const char* kIndexFile = "model.safetensors.index.json";
 
 // Compact, because there are documents of a hundred megabytes.

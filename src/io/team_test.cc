@@ -107,7 +107,7 @@ class ProcessGroupTest : public ::testing::Test {
   TestDirectory dir_;
 };
 
-QuantizeOptions options_for(Format format, std::shared_ptr<ProcessGroup> group = nullptr) {
+QuantizeOptions team_options(Format format, std::shared_ptr<ProcessGroup> group = nullptr) {
   QuantizeOptions options;
   options.format = format;
   options.num_threads = 1;
@@ -120,7 +120,7 @@ TEST_F(ProcessGroupTest, a_dry_run_estimates_the_slowest) {
   for (const int size : {2, 10}) {  // more than files
     std::vector<double> totals(static_cast<size_t>(size));
     expect_none(run(size, [&](auto group) {
-      QuantizeOptions options = options_for(Format::nvfp4, group);
+      QuantizeOptions options = team_options(Format::nvfp4, group);
       options.dry_run = true;
       totals[static_cast<size_t>(group->rank())] =
           quantize_checkpoint(model, path("out"), options).total_seconds;
@@ -134,11 +134,11 @@ TEST_F(ProcessGroupTest, a_dry_run_estimates_the_slowest) {
 TEST_F(ProcessGroupTest, the_bytes_and_the_report_of_one_process) {
   const std::string model = make_model();
   for (const Format format : {Format::nf4, Format::nvfp4}) {  // nvfp4 shares ranges
-    const CheckpointReport want = quantize_checkpoint(model, path("want"), options_for(format));
+    const CheckpointReport want = quantize_checkpoint(model, path("want"), team_options(format));
     dequantize_checkpoint(path("want"), path("dense"), {});
     for (const int size : {2, 3, 10}) {  // more than files
       expect_none(run(size, [&](auto group) {
-        const CheckpointReport report = quantize_checkpoint(model, path("out"), options_for(format, group));
+        const CheckpointReport report = quantize_checkpoint(model, path("out"), team_options(format, group));
         if (group->rank() != 0) return;
         EXPECT_EQ(report.num_resumed_files, 0);
         ASSERT_EQ(report.weights.size(), want.weights.size());
@@ -166,7 +166,7 @@ TEST_F(ProcessGroupTest, the_bytes_and_the_report_of_one_process) {
 
 TEST_F(ProcessGroupTest, of_one_file_rank_0_does_it_all) {
   const std::string model = make_model();
-  QuantizeOptions whole = options_for(Format::nf4);
+  QuantizeOptions whole = team_options(Format::nf4);
   whole.shard_bytes = uint64_t{1} << 40;
   quantize_checkpoint(model, path("want"), whole);
   expect_none(run(3, [&](auto group) {
@@ -174,7 +174,7 @@ TEST_F(ProcessGroupTest, of_one_file_rank_0_does_it_all) {
     options.process_group = group;
     quantize_checkpoint(model, path("out"), options);
     quantize_checkpoint(model + "/model-00003-of-00007.safetensors", path("out.safetensors"),
-                        options_for(Format::nf4, group));
+                        team_options(Format::nf4, group));
   }));
   EXPECT_EQ(content("out"), content("want"));
   EXPECT_TRUE(fs::exists(path("out.safetensors")));
@@ -183,11 +183,11 @@ TEST_F(ProcessGroupTest, of_one_file_rank_0_does_it_all) {
 // All throw the error of the first, and a run with another number of processes goes on.
 TEST_F(ProcessGroupTest, all_fail_and_others_resume) {
   const std::string model = make_model();
-  quantize_checkpoint(model, path("want"), options_for(Format::nvfp4));
+  quantize_checkpoint(model, path("want"), team_options(Format::nvfp4));
   for (int failing = 0; failing < 3; ++failing)
     for (const int size : {1, 2, 4}) {
       const auto errors = run(3, [&](auto group) {
-        QuantizeOptions options = options_for(Format::nvfp4, group);
+        QuantizeOptions options = team_options(Format::nvfp4, group);
         int syncs = 0;
         options.progress = [&](const Progress& progress) {
           syncs += progress.phase == std::string("sync");
@@ -201,7 +201,7 @@ TEST_F(ProcessGroupTest, all_fail_and_others_resume) {
           << errors.front();
       EXPECT_FALSE(fs::exists(path("out")));
       expect_none(run(size, [&](auto group) {
-        QuantizeOptions options = options_for(Format::nvfp4, group);
+        QuantizeOptions options = team_options(Format::nvfp4, group);
         options.unfinished = Unfinished::resume;
         const CheckpointReport report = quantize_checkpoint(model, path("out"), options);
         EXPECT_GE(report.num_resumed_files, 1);
@@ -218,13 +218,13 @@ TEST_F(ProcessGroupTest, errors_before_the_work) {
   for (const auto& [input, output, text] : {std::tuple(model, path("there"), "EXISTS output"),
                                             std::tuple(path("nothing"), path("out"), "IO cannot")}) {
     const auto errors = run(3, [&, input = input, output = output](auto group) {
-      quantize_checkpoint(input, output, options_for(Format::nf4, group));
+      quantize_checkpoint(input, output, team_options(Format::nf4, group));
     });
     for (const std::string& error : errors) EXPECT_EQ(error.find(text), 0u) << error;
   }
   // Of one process alone.
   const auto errors = run(3, [&](auto group) {
-    QuantizeOptions options = options_for(Format::nf4, group);
+    QuantizeOptions options = team_options(Format::nf4, group);
     if (group->rank() == 1) options.group_size = 3;
     quantize_checkpoint(model, path("out"), options);
   });
