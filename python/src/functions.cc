@@ -9,8 +9,6 @@
 namespace halfbyte::python {
 namespace {
 
-nb::object values_module() { return nb::module_::import_("halfbyte._values"); }
-
 [[noreturn]] void refuse(const std::string& message, const char* name, const std::string& expected,
                          const std::string& actual) {
   throw Error(ErrorCode::usage, message, ErrorDetails{ErrorKind::invalid_argument, name, expected, actual});

@@ -26,8 +26,6 @@ constexpr Part kParts[] = {{"codes", &QuantizedTensor::codes},
                            {"scales_offset", &QuantizedTensor::scales_offset},
                            {"global_scale", &QuantizedTensor::global_scale}};
 
-nb::object values_module() { return nb::module_::import_("halfbyte._values"); }
-
 bool has_part(const QuantizedTensor& q, const Part& part) {
   return (q.*part.tensor).num_elements() > 0 || part.tensor == &QuantizedTensor::codes ||
          part.tensor == &QuantizedTensor::scales;
@@ -729,6 +727,8 @@ Packed empty_packed(const QuantSpec& spec, int64_t rows, int64_t cols, const Arr
   const Array array = to_array(made, "out", true);
   return {PackedTensor::of(spec, rows, cols, to_tensor(array)), home_of(array)};
 }
+
+nb::object values_module() { return nb::module_::import_("halfbyte._values"); }
 
 std::string shape_text(std::span<const int64_t> shape) {
   return nb::cast<std::string>(nb::repr(to_python(shape)));

@@ -45,6 +45,7 @@ Tensor memory_of(const Packed& packed);  // u8 [num_bytes]
 Tensor moved(const Tensor& tensor, const Array& home, Device device, void* stream);
 Array home_on(const Array& home, Device device);
 std::string shape_text(std::span<const int64_t> shape);  // "(2, 3)"
+nb::object values_module();                              // what Python defines of values
 // The same weight on another device, in memory of its framework. Waits for the stream.
 Quantized to_device(const Quantized& q, Device device, void* stream);
 // A row of a report: "relative RMSE 0.0917, SNR 20.8 dB".

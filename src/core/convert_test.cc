@@ -63,7 +63,7 @@ int int_at(const Tensor& tensor, int64_t i) {
 }
 
 template <class Op>
-void run(const typename Op::Descriptor& descriptor, const typename Op::Args& args) {
+void run_plan(const typename Op::Descriptor& descriptor, const typename Op::Args& args) {
   const auto plan = Plan<Op>::select({}, descriptor);
   const Memory workspace({}, plan.workspace_size());
   plan.run(nullptr, workspace, args);
@@ -82,7 +82,7 @@ Linear quantized(LinearDescriptor d, const Tensor& x) {
     linear.zero_point = Tensor({}, *d.zero_point_dtype, d.scale_shape());
     args.zero_point = linear.zero_point.view();
   }
-  run<QuantizeLinear>(d, args);
+  run_plan<QuantizeLinear>(d, args);
   linear.descriptor.computed = false;
   return linear;
 }
@@ -142,9 +142,9 @@ TEST(Convert, CodesOfPlansAreWeightsAndBack) {
     }
     const LinearCodes back = to_linear(q);
     const Tensor z({}, back.descriptor.dtype, d.shape), expected({}, back.descriptor.dtype, d.shape);
-    run<DequantizeLinear>(back.descriptor,
-                          {back.codes.view(), back.scale.view(),
-                           q.spec.asymmetric ? back.zero_point.view() : TensorView{}, z.view()});
+    run_plan<DequantizeLinear>(back.descriptor,
+                               {back.codes.view(), back.scale.view(),
+                                q.spec.asymmetric ? back.zero_point.view() : TensorView{}, z.view()});
     dequantize(q, expected.view());
     EXPECT_EQ(0, std::memcmp(z.data(), expected.data(), static_cast<size_t>(z.num_bytes())));
     if (back.codes.dtype() == d.code_dtype) {
@@ -172,9 +172,9 @@ TEST(Convert, EveryIntegerWeightIsCodesOfAPlan) {
         const QuantizedTensor q = quantize(random_tensor(DType::f32, shape, 0.3).view(), spec);
         const LinearCodes back = to_linear(q);
         const Tensor z({}, DType::f16, shape), expected({}, DType::f16, shape);
-        run<DequantizeLinear>(back.descriptor,
-                              {back.codes.view(), back.scale.view(),
-                               asymmetric ? back.zero_point.view() : TensorView{}, z.view()});
+        run_plan<DequantizeLinear>(back.descriptor,
+                                   {back.codes.view(), back.scale.view(),
+                                    asymmetric ? back.zero_point.view() : TensorView{}, z.view()});
         dequantize(q, expected.view());
         EXPECT_EQ(0, std::memcmp(z.data(), expected.data(), static_cast<size_t>(z.num_bytes())));
       }
@@ -217,7 +217,7 @@ TEST(Convert, ProductsOfCodesOfPlans) {
         args.weight = weight.view();
       else
         args.view = q.weight_view();
-      run<Qgemm>({.spec = q.spec, .m = m, .n = n, .k = k, .dtype = DType::f32, .packed = packed}, args);
+      run_plan<Qgemm>({.spec = q.spec, .m = m, .n = n, .k = k, .dtype = DType::f32, .packed = packed}, args);
       for (int64_t i = 0; i < m * n; ++i) {
         double sum = 0, magnitude = 0;
         for (int64_t j = 0; j < k; ++j) {

@@ -9,7 +9,7 @@ struct DTypeRow {
   DType dtype;
   uint8_t code, bits;
 };
-constexpr DTypeRow kDTypes[] = {
+constexpr DTypeRow kDLPackDTypes[] = {
     {DType::f32, kDLFloat, 32},
     {DType::f16, kDLFloat, 16},
     {DType::bf16, kDLBfloat, 16},
@@ -26,7 +26,7 @@ constexpr DTypeRow kDTypes[] = {
 };
 
 DType dtype_of(const DLDataType& type, std::string_view name) {
-  for (const DTypeRow& row : kDTypes)
+  for (const DTypeRow& row : kDLPackDTypes)
     if (type.code == row.code && type.bits == row.bits && type.lanes == 1) return row.dtype;
   HALFBYTE_FAIL(
       usage,
@@ -118,7 +118,7 @@ DLTensor to_dlpack(const TensorView& view, std::vector<int64_t>& storage) {
   tensor.data = view.data;
   tensor.device = to_dlpack(view.device);
   tensor.ndim = static_cast<int32_t>(rank);
-  for (const DTypeRow& row : kDTypes)
+  for (const DTypeRow& row : kDLPackDTypes)
     if (row.dtype == view.dtype) tensor.dtype = {row.code, row.bits, 1};
   tensor.shape = storage.data();
   tensor.strides = storage.data() + rank;

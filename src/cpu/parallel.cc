@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <thread>
@@ -20,6 +21,7 @@
 
 #include "core/fork.h"
 #include "core/per_thread.h"
+#include "cpu/topology.h"
 
 #ifdef HALFBYTE_TSAN
 #include <sanitizer/tsan_interface.h>
@@ -50,20 +52,30 @@ struct alignas(64) Share {
 };
 constexpr uint64_t share_of(uint64_t begin, uint64_t end) { return begin < end ? end << 32 | begin : 0; }
 
+// The workers of a NUMA node, [begin, end): neighbours, so their shares are one piece of what there is to do.
+// It is the same piece in every call, of which the system puts a page where it is first written. So threads
+// of a node compute with what threads of it wrote, though none is tied to one.
+struct alignas(64) NodeWorkers {
+  std::atomic<int> next = 0;  // the first that no thread has become; beyond `end` where all are
+  int begin = 0, end = 0;
+};
+
 // One call of parallel_for. Everything that several threads touch takes no memory, and no exception reaches
 // TBB: it takes memory to pass one on, and ends the process where there is none.
 struct Job {
   int64_t n, grain, unit;  // of items; a unit is a number of grains
   void* context;
   internal::RangeBody body;
-  std::span<Share> shares;          // of each worker
+  std::span<Share> shares;  // of each worker
+  std::span<NodeWorkers> nodes;
   std::atomic<int> num_filled = 0;  // shares that are not empty, about
   std::atomic<bool> stopped = false;
   std::exception_ptr exception = nullptr;  // of who set `stopped`
   char started = 0, finished = 0;  // their addresses name the orders: caller -> bodies, bodies -> return
 
-  Job(int64_t n, int64_t grain, void* context, internal::RangeBody body, std::span<Share> shares)
-      : n(n), grain(grain), context(context), body(body), shares(shares) {
+  Job(int64_t n, int64_t grain, void* context, internal::RangeBody body, std::span<Share> shares,
+      std::span<NodeWorkers> nodes)
+      : n(n), grain(grain), context(context), body(body), shares(shares), nodes(nodes) {
     constexpr int64_t kMostUnits = INT32_MAX;
     const int64_t num_grains = (n - 1) / grain + 1, grains = (num_grains - 1) / kMostUnits + 1;
     const int64_t num_units = (num_grains - 1) / grains + 1;
@@ -77,7 +89,28 @@ struct Job {
       num_filled += begin < end;
       begin = end;
     }
+    // Nodes have workers by their CPUs.
+    const std::vector<int>& num_cpus = topology().num_cpus;
+    const int64_t all_cpus = std::accumulate(num_cpus.begin(), num_cpus.end(), int64_t{0});
+    int64_t cpus = 0;
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      nodes[i].next = nodes[i].begin = static_cast<int>(workers * cpus / all_cpus);
+      cpus += num_cpus[i];
+      nodes[i].end = static_cast<int>(workers * cpus / all_cpus);
+    }
   }
+
+  // The worker that the calling thread becomes, of the node it runs on if one is left there. As many calls as
+  // there are workers.
+  size_t become_worker() {
+    for (size_t i = 0, here = node_here();; ++i) {
+      NodeWorkers& node = nodes[(here + i) % nodes.size()];
+      if (node.next >= node.end) continue;
+      const int worker = node.next++;
+      if (worker < node.end) return static_cast<size_t>(worker);
+    }
+  }
+  size_t node_here() const { return nodes.size() == 1 ? 0 : static_cast<size_t>(topology().node()); }
 
   // The first unit of the worker, or of what it steals. -1: there is none left.
   int64_t take(size_t worker) {
@@ -88,8 +121,12 @@ struct Job {
       if (rest == 0) --num_filled;
       return static_cast<int64_t>(begin);
     }
-    for (size_t i = 1; i < shares.size() && num_filled > 0; ++i) {
-      std::atomic<uint64_t>& other = shares[(worker + i) % shares.size()].range;
+    const auto& node = *std::ranges::find_if(
+        nodes, [&](const NodeWorkers& each) { return static_cast<int>(worker) < each.end; });
+    const auto first = static_cast<size_t>(node.begin), here = static_cast<size_t>(node.end) - first;
+    for (size_t i = 1; i < shares.size() && num_filled > 0; ++i) {  // its own node's before those of others
+      const size_t victim = i < here ? first + (worker - first + i) % here : (first + i) % shares.size();
+      std::atomic<uint64_t>& other = shares[victim].range;
       for (uint64_t range = other; range != 0;) {
         const uint64_t begin = range & UINT32_MAX, end = range >> 32, middle = begin + (end - begin) / 2;
         const uint64_t rest = share_of(begin, middle), stolen = share_of(middle + 1, end);
@@ -105,6 +142,10 @@ struct Job {
     return -1;
   }
 
+  void work() noexcept {
+    acquire(&started);
+    work(become_worker());
+  }
   void work(size_t worker) noexcept {
     acquire(&started);
     try {
@@ -122,9 +163,8 @@ struct Job {
 // thread; a task of one's own lies where its owner wants it.
 class Helper final : public tbb::detail::d1::task {
  public:
-  void prepare(Job& job, size_t worker, tbb::detail::d1::wait_context& running) {
+  void prepare(Job& job, tbb::detail::d1::wait_context& running) {
     job_ = &job;
-    worker_ = worker;
     running_ = &running;
     state_ = State::waits;
   }
@@ -141,7 +181,7 @@ class Helper final : public tbb::detail::d1::task {
   task* execute(tbb::detail::d1::execution_data&) override {
     State state = State::waits;
     if (!state_.compare_exchange_strong(state, State::works)) return nullptr;
-    job_->work(worker_);
+    job_->work();
     state_ = State::ended;
     running_->release();
     return nullptr;
@@ -152,7 +192,6 @@ class Helper final : public tbb::detail::d1::task {
   }
 
   Job* job_ = nullptr;
-  size_t worker_ = 0;
   tbb::detail::d1::wait_context* running_ = nullptr;
   std::atomic<State> state_ = State::ended;
 };
@@ -177,12 +216,16 @@ bool tbb_is_usable() {
 class Team {
  public:
   explicit Team(int threads)
-      : arena_(threads), shares_(static_cast<size_t>(threads)), helpers_(static_cast<size_t>(threads - 1)) {}
+      : arena_(threads),
+        shares_(static_cast<size_t>(threads)),
+        nodes_(topology().num_cpus.size()),
+        helpers_(static_cast<size_t>(threads - 1)) {}
 
   static std::unique_ptr<Team> take(int threads) {
     std::unique_ptr<Team> team;
     if (Kept* const mine = kept.find()) team = std::move(mine->team);
-    if (team == nullptr || team->shares_.size() != static_cast<size_t>(threads))
+    if (team == nullptr || team->shares_.size() != static_cast<size_t>(threads) ||
+        team->nodes_.size() != topology().num_cpus.size())
       team = std::make_unique<Team>(threads);
     return team;
   }
@@ -194,24 +237,26 @@ class Team {
 
   // The shares of the first `workers`.
   std::span<Share> shares(size_t workers) { return std::span(shares_).first(workers); }
+  std::span<NodeWorkers> nodes() { return nodes_; }
 
   // Nothing of the job has been done where this throws.
   void run(Job& job) {
     arena_.execute([&] {
       const std::span helpers = std::span(helpers_).first(job.shares.size() - 1);
-      for (size_t i = 0; i < helpers.size(); ++i) helpers[i].prepare(job, i + 1, running_);
+      for (Helper& helper : helpers) helper.prepare(job, running_);
+      const size_t worker = job.become_worker();
       try {
         for (Helper& helper : helpers) {
           running_.reserve();
           tbb::detail::d1::spawn(helper, context_);
         }
-        job.work(0);
+        job.work(worker);
         tbb::detail::d1::wait(running_, context_);
       } catch (...) {
         // Without memory TBB throws before it has the task, or after, as it starts a thread for it. Then the
         // task may run at any time later, so what it needs stays for ever.
         is_lost_ = true;
-        job.work(0);
+        job.work(worker);
         for (Helper& helper : helpers) helper.withdraw();
       }
     });
@@ -231,6 +276,7 @@ class Team {
   tbb::detail::d1::wait_context running_{0};
   bool is_lost_ = false;
   std::vector<Share> shares_;
+  std::vector<NodeWorkers> nodes_;
   std::vector<Helper> helpers_;
 };
 const PerThread<Team::Kept> Team::kept;
@@ -356,7 +402,7 @@ void parallel_for(int64_t n, int64_t grain, int num_threads, void* context, Rang
       team = Team::take(started);
       const int64_t num_grains = (n - 1) / grain + 1;
       job.emplace(n, grain, context, body,
-                  team->shares(static_cast<size_t>(std::min<int64_t>(started, num_grains))));
+                  team->shares(static_cast<size_t>(std::min<int64_t>(started, num_grains))), team->nodes());
       release(&job->started);
       team->run(*job);
     }

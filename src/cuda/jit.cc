@@ -144,7 +144,7 @@ CUfunction load_kernel(const Context& context, const KernelSpec& spec) {
 }
 
 // A kernel on one device, in the memory of the process.
-struct Kernel {
+struct LoadedKernel {
   std::mutex mutex;  // held by the thread that loads it
   std::atomic<CUfunction> function = nullptr;
 };
@@ -160,9 +160,9 @@ struct KeyHash {
   }
 };
 
-Kernel& kernel_in_memory(int index, const KernelSpec& spec) {
+LoadedKernel& kernel_in_memory(int index, const KernelSpec& spec) {
   static auto& mutex = *new std::shared_mutex;
-  static auto& kernels = *new std::unordered_map<Key, Kernel, KeyHash, std::equal_to<>>;
+  static auto& kernels = *new std::unordered_map<Key, LoadedKernel, KeyHash, std::equal_to<>>;
   {
     const std::shared_lock lock(mutex);
     if (const auto found = kernels.find(KeyView(index, spec)); found != kernels.end()) return found->second;
@@ -182,7 +182,7 @@ struct Program {
 }  // namespace
 
 CUfunction get_kernel(const Context& context, const KernelSpec& spec) {
-  Kernel& kernel = kernel_in_memory(context.index, spec);
+  LoadedKernel& kernel = kernel_in_memory(context.index, spec);
   if (CUfunction function = kernel.function.load(std::memory_order_acquire)) return function;
   const std::scoped_lock lock(kernel.mutex);
   CUfunction function = kernel.function.load(std::memory_order_relaxed);

@@ -25,10 +25,10 @@ namespace {
 
 // The header: magic (with the version of the format), offset and size of the index (u64), hash_hex of these
 // and the index. Then the kernels, then the index.
-constexpr std::string_view kMagic = "halfbyte pack 1\n", kMagicOfAll = "halfbyte pack ";
-constexpr uint64_t kRangeEnd = kMagic.size() + 2 * sizeof(uint64_t);
-constexpr uint64_t kHashBytes = 32;
-constexpr uint64_t kHeaderBytes = kRangeEnd + kHashBytes;
+constexpr std::string_view kPackMagic = "halfbyte pack 1\n", kMagicOfAll = "halfbyte pack ";
+constexpr uint64_t kRangeEnd = kPackMagic.size() + 2 * sizeof(uint64_t);
+constexpr uint64_t kPackHashBytes = 32;
+constexpr uint64_t kHeaderBytes = kRangeEnd + kPackHashBytes;
 constexpr uint64_t kMaxIndexBytes = uint64_t{1} << 30;  // far beyond all kernels for all targets
 constexpr uint64_t kMaxCubinBytes = uint64_t{64} << 20;
 
@@ -162,7 +162,7 @@ uint64_t KernelPackWriter::finish() {
   append_text(index, kVersion);
   append_size(index, num_entries_);
   index += entries_;
-  std::string header(kMagic);
+  std::string header(kPackMagic);
   append_size(header, end_);
   append_size(header, index.size());
   header += hash_hex(header + index);
@@ -182,10 +182,10 @@ KernelPack::KernelPack(const std::string& path) : file_(open_pack(path)) {
   read(0, header);
   HALFBYTE_CHECK(header.starts_with(kMagicOfAll), bad_input, "kernel pack \"{}\": it is no kernel pack",
                  path);
-  HALFBYTE_CHECK(header.starts_with(kMagic) || header.size() < kHeaderBytes, bad_input,
+  HALFBYTE_CHECK(header.starts_with(kPackMagic) || header.size() < kHeaderBytes, bad_input,
                  "kernel pack \"{}\": its format is of another version than the one that halfbyte {} reads",
                  path, kVersion);
-  PackReader range{std::string_view(header).substr(std::min<size_t>(kMagic.size(), header.size()))};
+  PackReader range{std::string_view(header).substr(std::min<size_t>(kPackMagic.size(), header.size()))};
   const uint64_t offset = range.size(), num_bytes = range.size();
   HALFBYTE_CHECK(
       header.size() == kHeaderBytes && offset >= kHeaderBytes && offset <= file_bytes &&
@@ -222,7 +222,7 @@ void KernelPack::parse(std::string_view index, uint64_t index_offset) {
   for (uint64_t i = 0; i < num_entries && reader.ok; ++i) {
     const std::string_view target = reader.text(), source = reader.text(), sources = reader.text(),
                            function = reader.text(), config = reader.text();
-    Entry entry{reader.size(), reader.size(), std::string(reader.bytes(kHashBytes))};
+    Entry entry{reader.size(), reader.size(), std::string(reader.bytes(kPackHashBytes))};
     reader.ok = reader.ok && entry.offset >= kHeaderBytes && entry.offset <= index_offset &&
                 entry.num_bytes <= index_offset - entry.offset && entry.num_bytes <= kMaxCubinBytes;
     if (!reader.ok) break;

@@ -9,7 +9,7 @@ namespace halfbyte::cuda {
 namespace {
 
 // Why `name` is no usable library; empty if it is one.
-std::string load(const std::string& name, Nccl& found) {
+std::string load_nccl(const std::string& name, Nccl& found) {
   const Library library(name);
   if (!library.problem().empty()) return library.problem();
 #define HALFBYTE_FIND(function, result, parameters) \
@@ -24,7 +24,7 @@ std::string load(const std::string& name, Nccl& found) {
 Nccl search_nccl() {
   setenv("NCCL_NVLS_ENABLE", "0", 0);  // NOLINT(concurrency-mt-unsafe): NCCL reads it so, once
   constexpr const char* kNames[] = {"libnccl.so.2", "libnccl.so"};
-  return search_libraries<Nccl>("NCCL", "HALFBYTE_NCCL", kNames, load);
+  return search_libraries<Nccl>("NCCL", "HALFBYTE_NCCL", kNames, load_nccl);
 }
 
 }  // namespace

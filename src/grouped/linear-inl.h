@@ -105,11 +105,11 @@ HWY_INLINE void pack(const uint8_t* HWY_RESTRICT codes, int64_t n, uint8_t* HWY_
 }
 // Element `index` of packed integers; it must begin at a byte where written.
 template <class Byte>
-HWY_INLINE Byte* packed_at(Byte* data, const LinearCodes& codes, int64_t index) {
+HWY_INLINE Byte* packed_at(Byte* data, const CodeStorage& codes, int64_t index) {
   return data + index / codes.cols * codes.row_bytes + index % codes.cols / 2;
 }
 // n packed integers from `index` on, through the ends of rows.
-HWY_INLINE void unpack_rows(const void* data, const LinearCodes& codes, int64_t index, int64_t n,
+HWY_INLINE void unpack_rows(const void* data, const CodeStorage& codes, int64_t index, int64_t n,
                             uint8_t* out) {
   while (n > 0) {
     const uint8_t* from = packed_at(static_cast<const uint8_t*>(data), codes, index);

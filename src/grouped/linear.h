@@ -15,7 +15,7 @@
 namespace halfbyte {
 
 // Codes, zero points or the bits of a mask: how they lie in memory.
-struct LinearCodes {
+struct CodeStorage {
   DType dtype = DType::i8;  // i8, u8, i4, u4; zero points also i32, or learned: f32, f64
   // Packed: row-major, `cols` elements in a row of row_bytes.
   int64_t cols = 0, row_bytes = 0;
@@ -26,7 +26,7 @@ struct LinearProblem : Grouping {
   LinearOp op = LinearOp::quantize;
   DType dtype = DType::f32;  // of x, y, dy, dx
   bool contiguous = true;    // all tensors, so that their strides are axis * inner, inner, 1
-  LinearCodes codes, zeros;
+  CodeStorage codes, zeros;
   bool has_zeros = false;
   // Zero points that are learned are rounded, and clamped to the range of the codes.
   bool learns_zeros() const { return has_zeros && is_floating(zeros.dtype); }
@@ -36,7 +36,7 @@ struct LinearProblem : Grouping {
   bool computed_global_scale = false;  // of scales of e4m3: it is that of x
   bool fake = false;      // fake quantization, forward or backward; it may have a table (codec.kind)
   bool has_mask = false;  // forward writes it
-  LinearCodes mask;       // packed, a bit an element
+  CodeStorage mask;       // packed, a bit an element
   // Computed: from the observer's state, which is updated first; `history` as formats::observed has it.
   bool observed = false;
   double history = -1;

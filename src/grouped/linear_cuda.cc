@@ -226,7 +226,7 @@ class Selection {
     const LinearProblem& p = problem_;
     LinearElementsArgs args{};
     const bool packed = types_.mask || (is_packed(p.codes.dtype) && p.op != LinearOp::backward);
-    const LinearCodes& codes = types_.mask ? p.mask : p.codes;
+    const CodeStorage& codes = types_.mask ? p.mask : p.codes;
     args.code_cols = codes.cols;
     args.code_row_bytes = codes.row_bytes;
     const int64_t n = p.num_elements();

@@ -38,7 +38,7 @@ struct Grid {
   // The problem has elements.
   Grid(const LinearProblem& p, const LinearTensors& t)
       : problem(p), tensors(t), scale(p.scale_strides), outer(p.outer), lines(p.axis), length(p.inner) {
-    const LinearCodes& packed = p.has_mask ? p.mask : p.codes;
+    const CodeStorage& packed = p.has_mask ? p.mask : p.codes;
     if (p.has_mask) unit = 8;
     const bool odd = (p.has_mask || is_packed(packed.dtype)) && packed.cols % unit != 0;
     bool contiguous = true;

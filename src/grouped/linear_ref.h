@@ -14,7 +14,7 @@
 namespace halfbyte::linear_ref {
 
 // Element `index` of a contiguous array of integers.
-inline int load_integer(const void* data, const LinearCodes& codes, int64_t index) {
+inline int load_integer(const void* data, const CodeStorage& codes, int64_t index) {
   switch (codes.dtype) {
     case DType::i32:
       return static_cast<const int32_t*>(data)[index];
@@ -36,7 +36,7 @@ inline int load_integer(const void* data, const LinearCodes& codes, int64_t inde
   }
 }
 // Packed: writing the first of two elements clears the second.
-inline void store_integer(void* data, const LinearCodes& codes, int64_t index, int value) {
+inline void store_integer(void* data, const CodeStorage& codes, int64_t index, int value) {
   switch (codes.dtype) {
     case DType::i32:
       static_cast<int32_t*>(data)[index] = value;
@@ -56,11 +56,11 @@ inline void store_integer(void* data, const LinearCodes& codes, int64_t index, i
 }
 
 // Element `index` of a mask; writing the first one of a byte clears the others.
-inline bool load_bit(const void* data, const LinearCodes& mask, int64_t index) {
+inline bool load_bit(const void* data, const CodeStorage& mask, int64_t index) {
   const int64_t column = index % mask.cols;
   return static_cast<const uint8_t*>(data)[index / mask.cols * mask.row_bytes + column / 8] >> column % 8 & 1;
 }
-inline void store_bit(void* data, const LinearCodes& mask, int64_t index, bool bit) {
+inline void store_bit(void* data, const CodeStorage& mask, int64_t index, bool bit) {
   const int64_t column = index % mask.cols;
   uint8_t& byte = static_cast<uint8_t*>(data)[index / mask.cols * mask.row_bytes + column / 8];
   byte = static_cast<uint8_t>((column % 8 == 0 ? 0u : byte) | (bit ? 1u : 0u) << column % 8);

@@ -31,8 +31,8 @@ bool is_skipped_directory(const std::string& name) { return name.starts_with('.'
 
 // `own`: files of the model itself, in its directory. `prefix` is the relative path of a directory, with a
 // slash at its end.
-void find_side_files(const Checkpoint::Impl& input, const std::set<std::string_view>& own,
-                     const std::string& prefix, SideFiles& files) {
+void add_side_files(const Checkpoint::Impl& input, const std::set<std::string_view>& own,
+                    const std::string& prefix, SideFiles& files) {
   std::error_code error;
   const std::string directory = join(input.path, prefix);
   for (const std::string& name : list_directory(directory)) {
@@ -48,7 +48,7 @@ void find_side_files(const Checkpoint::Impl& input, const std::set<std::string_v
       if (is_skipped_directory(name)) {
         files.skipped.push_back(path + "/");
       } else {
-        find_side_files(input, own, path + "/", files);
+        add_side_files(input, own, path + "/", files);
       }
     } else if (prefix.empty() && own.contains(name)) {
       continue;
@@ -79,7 +79,7 @@ SideFiles find_side_files(const Checkpoint::Impl& input) {
   SideFiles files;
   std::set<std::string_view> own = {kConfigFile, kIndexFile};
   for (const Checkpoint::Impl::File& file : input.files) own.insert(file.name);
-  if (input.is_directory) find_side_files(input, own, "", files);
+  if (input.is_directory) add_side_files(input, own, "", files);
   return files;
 }
 

@@ -22,7 +22,7 @@ namespace {
 
 // One weight on its way to the other layout. Its loading is repeated where it is written, so that no more
 // than the weights of a file are in memory.
-struct Item {
+struct ConvertItem {
   std::string name;                     // in the output
   const Weight* weight;                 // of the input: of experts that become one tensor the first
   bool turned = false;                  // is [in, out] in the model, and [out, in] in the other layout
@@ -33,7 +33,7 @@ struct Item {
 };
 
 // Error(bad_input) where experts do not make up a tensor.
-QuantizedTensor all_experts(const Checkpoint& from, const Item& item) {
+QuantizedTensor all_experts(const Checkpoint& from, const ConvertItem& item) {
   const int64_t parts = item.experts.front().second.num_parts, count = std::ssize(item.experts);
   const Weight& first = *item.weight;
   std::vector<char> seen(static_cast<size_t>(count));
@@ -56,7 +56,7 @@ QuantizedTensor all_experts(const Checkpoint& from, const Item& item) {
 }
 
 // As it is in the input, but for the form of experts.
-QuantizedTensor load(const Checkpoint& from, const Item& item) {
+QuantizedTensor load(const Checkpoint& from, const ConvertItem& item) {
   if (!item.experts.empty()) return all_experts(from, item);
   if (!item.rows) return load_weight(from, item.weight->name);
   const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
@@ -68,7 +68,7 @@ struct Biases {
   std::vector<std::pair<std::string, Tensor>> tensors;
   std::vector<std::string> replaced;
 };
-Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
+Biases convert_biases(const Checkpoint& from, const std::vector<ConvertItem>& items) {
   const Checkpoint::Impl& impl = from.impl();
   Biases biases;
   const auto read = [&](const Weight& bias) {
@@ -85,7 +85,7 @@ Biases convert_biases(const Checkpoint& from, const std::vector<Item>& items) {
       std::memcpy(apart ? one : other, apart ? other : one, static_cast<size_t>(size));
     }
   };
-  for (const Item& item : items) {
+  for (const ConvertItem& item : items) {
     if (item.rows) {
       const Weight* bias = from.find(item.weight->name + "_bias");
       if (bias == nullptr || bias->layout || !bias->dtype || bias->shape.size() != 2) continue;
@@ -159,10 +159,10 @@ bool changes_form(const QuantizedWeight& weight, ExpertForm form, const std::str
 }
 
 // What the output has for the quantized weights of the input.
-std::vector<Item> items_of(const Checkpoint& from, const LayoutInfo& layout,
-                           const std::optional<Architecture>& architecture,
-                           const std::optional<ExpertForm>& form) {
-  std::vector<Item> items;
+std::vector<ConvertItem> items_of(const Checkpoint& from, const LayoutInfo& layout,
+                                  const std::optional<Architecture>& architecture,
+                                  const std::optional<ExpertForm>& form) {
+  std::vector<ConvertItem> items;
   std::map<std::string, size_t> fused;  // where they are among the items
   for (const Weight& weight : from.weights()) {
     if (!weight.layout) continue;
@@ -210,11 +210,11 @@ QuantizeOptions nearest_options(const LayoutInfo& layout, const Weight& weight) 
   return options;
 }
 
-std::string note_of(const Item& item) { return item.lost.empty() ? "" : "requantized: " + item.lost; }
+std::string note_of(const ConvertItem& item) { return item.lost.empty() ? "" : "requantized: " + item.lost; }
 
 // The values of the weight, quantized as the layout does it; what this changes, in `row`.
-QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DType dtype, const Item& item,
-                            WeightReport& row) {
+QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DType dtype,
+                            const ConvertItem& item, WeightReport& row) {
   const Weight& weight = *item.weight;
   const std::vector<int64_t>& shape = item.form.shape;
   std::vector<float> x(static_cast<size_t>(num_elements(shape))), y(x.size());
@@ -252,7 +252,7 @@ QuantizedTensor requantized(const Checkpoint& from, const LayoutInfo& layout, DT
 }
 
 // What is not of the codes themselves; empty where nothing keeps them from being used.
-std::string refuse_form(const Checkpoint& from, const LayoutInfo& layout, const Item& item) {
+std::string refuse_form(const Checkpoint& from, const LayoutInfo& layout, const ConvertItem& item) {
   if (item.rows || !item.experts.empty()) return "";
   const StoredWeight& stored = *from.impl().quantized_weight(*item.weight);
   if (stored.weight.e5m2_codes) return "its codes are of E5M2, which no format of halfbyte has";
@@ -279,10 +279,10 @@ std::optional<Reader> reader_of(const ConvertOptions& options) {
 }
 
 // What a run would do.
-CheckpointReport planned(const LayoutInfo& layout, const std::vector<Item>& items, bool experts4bit) {
+CheckpointReport planned(const LayoutInfo& layout, const std::vector<ConvertItem>& items, bool experts4bit) {
   CheckpointReport report;
   report.layout = layout.layout;
-  for (const Item& item : items) {
+  for (const ConvertItem& item : items) {
     WeightReport& row = report.weights.emplace_back();
     row.name = item.name;
     row.shape = item.rows || !item.experts.empty() ? item.form.shape : item.weight->shape;
@@ -314,13 +314,13 @@ struct PlanHead {
   DType dtype;
   size_t rank, lost_bytes;
 };
-void put_plan(const Item& item, std::string& to) {
+void put_plan(const ConvertItem& item, std::string& to) {
   const PlanHead head = {item.form.spec, item.form.dtype, item.form.shape.size(), item.lost.size()};
   to.append(reinterpret_cast<const char*>(&head), sizeof head);
   to.append(reinterpret_cast<const char*>(item.form.shape.data()), head.rank * sizeof(int64_t));
   to.append(item.lost);
 }
-void take_plan(Item& item, std::string_view& from) {
+void take_plan(ConvertItem& item, std::string_view& from) {
   PlanHead head;
   const auto take = [&](void* to, size_t num_bytes) {
     HALFBYTE_CHECK(from.size() >= num_bytes, bug, "convert: the plan of another process is too short");
@@ -357,8 +357,8 @@ CheckpointReport convert(const std::string& input, const std::string& output, co
     return module && module->kind == ModuleKind::conv1d && weight.shape.size() == 2;
   };
 
-  std::vector<Item> items = items_of(from, layout, architecture, options.experts);
-  for (Item& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
+  std::vector<ConvertItem> items = items_of(from, layout, architecture, options.experts);
+  for (ConvertItem& item : items) item.turned = !item.rows && item.experts.empty() && is_turned(*item.weight);
   HALFBYTE_CHECK(!items.empty(), usage, "convert: \"{}\" has no quantized weights", printable(input));
   CheckpointWriter writer(output, {.layout = options.layout,
                                    .base = input,
@@ -379,7 +379,7 @@ CheckpointReport convert(const std::string& input, const std::string& output, co
     return items.size() * static_cast<size_t>(rank) / static_cast<size_t>(team.size());
   };
   for (size_t i = first_of(team.rank()); i < first_of(team.rank() + 1); ++i) {
-    Item& item = items[i];
+    ConvertItem& item = items[i];
     reporter.poll();
     const Weight& weight = *item.weight;
     item.lost = refuse_form(from, layout, item);
@@ -406,7 +406,7 @@ CheckpointReport convert(const std::string& input, const std::string& output, co
       for (size_t i = first_of(rank); i < first_of(rank + 1); ++i) take_plan(items[i], plan);
     }
   }
-  const auto is_lost = [](const Item& item) { return !item.lost.empty(); };
+  const auto is_lost = [](const ConvertItem& item) { return !item.lost.empty(); };
   const auto num_lost = std::ranges::count_if(items, is_lost);
   const auto first_lost = std::ranges::find_if(items, is_lost);
   HALFBYTE_CHECK(num_lost == 0 || options.requantize, bad_input,
@@ -419,14 +419,14 @@ CheckpointReport convert(const std::string& input, const std::string& output, co
     report.output = output;
     return report;
   }
-  for (const Item& item : items) {
+  for (const ConvertItem& item : items) {
     if (item.rows) writer.leave_out(item.weight->name);
     for (const auto& expert : item.experts) writer.leave_out(expert.first->name);
   }
   Biases biases = convert_biases(from, items);
   for (const std::string& name : biases.replaced) writer.leave_out(name);
   for (auto& [name, tensor] : biases.tensors) writer.set(name, std::move(tensor));
-  for (const Item& item : items) {
+  for (const ConvertItem& item : items) {
     const Weight& weight = *item.weight;
     writer.set(item.name, item.form,
                [&from, &layout, &item, dtype = dtype_of(weight)](WeightReport& row) -> QuantizedTensor {

@@ -13,7 +13,7 @@ namespace halfbyte::io {
 namespace {
 
 using Json = nlohmann::json;
-using Parameters = std::vector<std::pair<std::string, std::string>>;
+using ForeignParameters = std::vector<std::pair<std::string, std::string>>;
 
 constexpr std::string_view kWeight = ".weight";
 constexpr const char* kUnknown = "unknown";
@@ -21,7 +21,7 @@ constexpr const char* kUnknown = "unknown";
 // ---- The tables
 
 // A weight as a tool stores it: a tensor of codes, and beside it one of scales.
-struct Form {
+struct ForeignForm {
   const char* method;
   const char* layout;  // empty: several tools store it in this way
   const char* codes;   // the ending of its name; empty: any name
@@ -54,7 +54,7 @@ bool packs_outputs(const StoredTensor& codes, const StoredTensor& scales) {
 }
 
 // The first row that fits is taken.
-constexpr Form kForms[] = {
+constexpr ForeignForm kForms[] = {
     {"gptq", "gptq", ".qweight", "I32", ".scales", "F16 BF16 F32", ".qzeros .g_idx", 0, packs_inputs},
     {"awq", "awq", ".qweight", "I32", ".scales", "F16 BF16 F32", ".qzeros", 0, packs_outputs},
     {"mxfp4", "gpt-oss", "_blocks", "U8", "_scales", "U8", ""},
@@ -200,11 +200,11 @@ bool has_word(std::string_view list, std::string_view word) {
   return false;
 }
 
-void add_parameter(Parameters& parameters, const std::string& key, const Json& value) {
+void add_parameter(ForeignParameters& parameters, const std::string& key, const Json& value) {
   parameters.emplace_back(key, value.dump(-1, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace));
 }
-bool has_parameter(const Parameters& parameters, std::string_view key) {
-  return std::ranges::find(parameters, key, &Parameters::value_type::first) != parameters.end();
+bool has_parameter(const ForeignParameters& parameters, std::string_view key) {
+  return std::ranges::find(parameters, key, &ForeignParameters::value_type::first) != parameters.end();
 }
 
 // The smallest power of two of which `count` cover `extent`.
@@ -215,7 +215,7 @@ int64_t block_extent(int64_t extent, int64_t count) {
 }
 
 // What shares a scale, of a matrix of so many rows and columns.
-void describe_scales(int64_t rows, int64_t cols, const StoredTensor& scales, Parameters& parameters) {
+void describe_scales(int64_t rows, int64_t cols, const StoredTensor& scales, ForeignParameters& parameters) {
   const int64_t scale_rows = rows_of(scales), scale_cols = cols_of(scales);
   if (std::ranges::all_of(scales.shape, [](int64_t extent) { return extent == 1; }))
     return add_parameter(parameters, "granularity", "tensor");
@@ -229,8 +229,8 @@ void describe_scales(int64_t rows, int64_t cols, const StoredTensor& scales, Par
 }
 
 // The geometry of a weight, which its shapes tell.
-void describe(const Checkpoint::Impl& checkpoint, const Form& form, const std::string& module,
-              const StoredTensor& codes, const StoredTensor& scales, Parameters& parameters) {
+void describe(const Checkpoint::Impl& checkpoint, const ForeignForm& form, const std::string& module,
+              const StoredTensor& codes, const StoredTensor& scales, ForeignParameters& parameters) {
   const int64_t rows = rows_of(codes), cols = cols_of(codes);
   if (form.values_per_element > 0) {
     if (cols < INT64_MAX / form.values_per_element)
@@ -282,7 +282,7 @@ class Finder {
   }
   bool mark(const std::string& name, const char* method);
   ForeignQuantization& entry(const std::string& method, const std::string& layout);
-  bool match(const StoredTensor& tensor, const Form& form);
+  bool match(const StoredTensor& tensor, const ForeignForm& form);
   void find_traces();
   void find_configs();
   void read_config(const Json& config, const ConfigPlace& place);
@@ -309,7 +309,7 @@ bool Finder::mark(const std::string& name, const char* method) {
   return weight != nullptr;
 }
 
-bool Finder::match(const StoredTensor& tensor, const Form& form) {
+bool Finder::match(const StoredTensor& tensor, const ForeignForm& form) {
   const std::string_view ending = form.codes;
   if (!tensor.name.ends_with(ending) || !has_word(form.codes_dtypes, tensor.dtype)) return false;
   const std::string stem = tensor.name.substr(0, tensor.name.size() - ending.size());
@@ -520,7 +520,7 @@ void Finder::find() {
   for (const StoredTensor& tensor : checkpoint_.tensors) {
     const Weight* weight = weight_of(tensor);
     if (weight == nullptr || !weight->foreign.empty()) continue;
-    for (const Form& form : kForms)
+    for (const ForeignForm& form : kForms)
       if (match(tensor, form)) break;
   }
   find_traces();

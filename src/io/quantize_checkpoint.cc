@@ -31,7 +31,7 @@ namespace io {
 namespace {
 
 // One weight of the output: what it is made of and what becomes of it.
-struct Item {
+struct QuantizeItem {
   OutputWeight source;
   size_t report;          // its place in CheckpointReport::weights
   bool quantize = false;  // false: copied
@@ -87,11 +87,11 @@ class Quantizer {
   void select();
   std::string main_reason() const;
   std::vector<bool> is_dense() const;
-  QuantizeOptions options_of(const Item& item) const;
-  void keep_dense(Item& item, const std::string& reason);
-  std::string decoded_note(const Item& item) const;
-  void set_note(const Item& item, const std::string& note = "");
-  void set_target(Item& item, const QuantSpec& spec);
+  QuantizeOptions options_of(const QuantizeItem& item) const;
+  void keep_dense(QuantizeItem& item, const std::string& reason);
+  std::string decoded_note(const QuantizeItem& item) const;
+  void set_note(const QuantizeItem& item, const std::string& note = "");
+  void set_target(QuantizeItem& item, const QuantSpec& spec);
   void open_importance();
   std::optional<ModelQuantization> quantization() const;
   std::string config_text() const;
@@ -99,9 +99,9 @@ class Quantizer {
   Metadata metadata_of(size_t file) const;
   std::vector<StoredTensor> tensors_of(std::span<const size_t> items) const;
   // Of a block, on a device.
-  int64_t max_elements(const Item& item, Device device) const;
+  int64_t max_elements(const QuantizeItem& item, Device device) const;
   // Of a block on the device that takes the largest.
-  int64_t max_elements(const Item& item) const;
+  int64_t max_elements(const QuantizeItem& item) const;
   std::vector<Task> tasks_of(std::span<const size_t> items) const;
   uint64_t buffer_bytes(std::span<const size_t> items) const;
 
@@ -119,16 +119,18 @@ class Quantizer {
   TensorFiles write_files(const BeginFile& begin, std::span<const size_t> indices);
   std::vector<size_t> with_ranges() const;
   void find_ranges(std::span<const size_t> wanted);
-  void set_global_scale(Item& item) const;
+  void set_global_scale(QuantizeItem& item) const;
   void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
   void choose_devices();
   void make_workers();
-  TensorView read_block(const Item& item, const Block& block, BlockWorker& worker) const;
+  TensorView read_block(const QuantizeItem& item, const Block& block, BlockWorker& worker) const;
   void copy_block(TensorFile& file, const Task& task, BlockWorker& worker) const;
-  QuantizeStatus quantize_block(TensorFile& file, Item& item, const Block& block, BlockWorker& worker);
-  QuantizeStatus quantize_tiles(TensorFile& file, Item& item, const Block& block, BlockWorker& worker);
-  void finish_weight(TensorFile& file, Item& item) const;
+  QuantizeStatus quantize_block(TensorFile& file, QuantizeItem& item, const Block& block,
+                                BlockWorker& worker);
+  QuantizeStatus quantize_tiles(TensorFile& file, QuantizeItem& item, const Block& block,
+                                BlockWorker& worker);
+  void finish_weight(TensorFile& file, QuantizeItem& item) const;
   bool plan_again(size_t file);
   std::vector<VerifyItem> checks_of(size_t file);
 
@@ -142,13 +144,15 @@ class Quantizer {
   SampleRates measure(const RunPlan& plan, const std::string& directory);
   void estimate();
 
-  WeightReport& report_of(const Item& item) { return report_.weights[item.report]; }
+  WeightReport& report_of(const QuantizeItem& item) { return report_.weights[item.report]; }
   // Some scale is that of the whole weight.
-  static bool needs_range(const Item& item) {
+  static bool needs_range(const QuantizeItem& item) {
     return item.quantize &&
            (item.target.spec.granularity == Granularity::tensor || has_global_scale(item.target.spec));
   }
-  DType dtype_of(const Item& item) const { return *input_.weights[item.source.sources.front().weight].dtype; }
+  DType dtype_of(const QuantizeItem& item) const {
+    return *input_.weights[item.source.sources.front().weight].dtype;
+  }
 
   const Checkpoint::Impl& input_;
   const std::string& output_;
@@ -163,7 +167,7 @@ class Quantizer {
   const std::string config_;  // of the input, as if none were
   std::shared_ptr<const ImportanceFile> importance_;
   Selection selection_;
-  std::vector<Item> items_;  // one for each weight of selection_
+  std::vector<QuantizeItem> items_;  // one for each weight of selection_
   OutputFiles files_;
   SideFiles side_files_;
   CheckpointReport report_;
@@ -174,7 +178,7 @@ class Quantizer {
 // ---- The plan
 
 // What the error of a weight is measured against, where that is not what was trained.
-std::string Quantizer::decoded_note(const Item& item) const {
+std::string Quantizer::decoded_note(const QuantizeItem& item) const {
   const Weight& source = input_.weights[item.source.sources.front().weight];
   if (!source.layout) return "";
   return fmt::format("decoded from {} ({}), against which the error is", info(source.spec.format).name,
@@ -219,7 +223,7 @@ void Quantizer::select() {
   selection_ = select_weights(input_, layout_, options_);
   for (const Weight& weight : input_.weights) report_.source_bytes += weight.num_bytes;
   for (const SelectedWeight& selected : selection_.weights) {
-    Item& item = items_.emplace_back(Item{selected.weight, report_.weights.size()});
+    QuantizeItem& item = items_.emplace_back(QuantizeItem{selected.weight, report_.weights.size()});
     check_output_weight(input_, item.source);
     WeightReport& report = report_.weights.emplace_back();
     report.name = item.source.name;
@@ -234,18 +238,18 @@ void Quantizer::select() {
 // Of what stays dense, the reason that most elements have.
 std::string Quantizer::main_reason() const {
   std::map<std::string, int64_t> elements;
-  for (const Item& item : items_)
+  for (const QuantizeItem& item : items_)
     if (!item.quantize) elements[report_.weights[item.report].reason] += num_elements(item.source.shape);
   const auto most = std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; });
   return most == elements.end() ? "it has no weights" : most->first;
 }
 
-void Quantizer::set_note(const Item& item, const std::string& note) {
+void Quantizer::set_note(const QuantizeItem& item, const std::string& note) {
   const std::string decoded = decoded_note(item);
   report_of(item).note = decoded + (decoded.empty() || note.empty() ? "" : "; ") + note;
 }
 
-void Quantizer::keep_dense(Item& item, const std::string& reason) {
+void Quantizer::keep_dense(QuantizeItem& item, const std::string& reason) {
   item.quantize = false;
   WeightReport& report = report_of(item);
   report.quantized = false;
@@ -258,7 +262,7 @@ void Quantizer::keep_dense(Item& item, const std::string& reason) {
   report.bits_per_weight = n == 0 ? 0 : 8 * static_cast<double>(report.output_bytes) / static_cast<double>(n);
 }
 
-void Quantizer::set_target(Item& item, const QuantSpec& spec) {
+void Quantizer::set_target(QuantizeItem& item, const QuantSpec& spec) {
   WeightReport& report = report_of(item);
   const Encoding encoding = resolve_encoding(layout_, options_of(item), spec);
   item.target = written_weight(item.source.name, item.source.shape, dtype_of(item), layout_.layout, spec);
@@ -281,7 +285,7 @@ void Quantizer::set_target(Item& item, const QuantSpec& spec) {
 }
 
 // With bits and groups of its own where the reader has such.
-QuantizeOptions Quantizer::options_of(const Item& item) const {
+QuantizeOptions Quantizer::options_of(const QuantizeItem& item) const {
   QuantizeOptions own = options_;
   const auto& grid = selection_.weights[item.report].grid;
   if (!grid || item.source.cols() % grid->group_size != 0) return own;
@@ -302,7 +306,7 @@ void Quantizer::plan() {
   select();
   std::vector<std::string> not_held;
   std::string first_reason;
-  for (Item& item : items_) {
+  for (QuantizeItem& item : items_) {
     if (!item.quantize) continue;
     const QuantSpec spec = resolve_spec(layout_, options_of(item), dtype_of(item));
     const std::string reason = cannot_hold(layout_, spec, item.source.shape);
@@ -319,7 +323,7 @@ void Quantizer::plan() {
       "{} of the selected weights cannot be quantized: {} ({}); exclude them, or let them stay dense with "
       "--fallback dense",
       not_held.size(), name_list(not_held), first_reason);
-  const bool any = std::ranges::any_of(items_, &Item::quantize);
+  const bool any = std::ranges::any_of(items_, &QuantizeItem::quantize);
   HALFBYTE_CHECK(any, usage, "nothing to quantize in \"{}\": {} tensors, {}", printable(input_.path),
                  input_.tensors.size(),
                  !not_held.empty()           ? first_reason
@@ -330,7 +334,7 @@ void Quantizer::plan() {
   open_importance();
   std::vector<const OutputWeight*> weights;
   std::vector<uint64_t> output_bytes;
-  for (const Item& item : items_) {
+  for (const QuantizeItem& item : items_) {
     weights.push_back(&item.source);
     output_bytes.push_back(report_of(item).output_bytes);
   }
@@ -358,21 +362,21 @@ void Quantizer::open_importance() {
   HALFBYTE_CHECK(options_.search, usage, "importance is for searched scales: search is false");
   importance_ = std::make_shared<const ImportanceFile>(options_.importance);
   std::vector<const QuantizedWeight*> targets;
-  for (const Item& item : items_)
+  for (const QuantizeItem& item : items_)
     if (item.quantize) targets.push_back(&item.target);
   importance_->check(targets);
 }
 
 std::vector<bool> Quantizer::is_dense() const {
   std::vector<bool> dense;
-  for (const Item& item : items_) dense.push_back(!item.quantize);
+  for (const QuantizeItem& item : items_) dense.push_back(!item.quantize);
   return dense;
 }
 
 // What the configs of the output say; nothing where no weight is quantized.
 std::optional<ModelQuantization> Quantizer::quantization() const {
   std::vector<const QuantizedWeight*> targets;
-  for (const Item& item : items_) targets.push_back(item.quantize ? &item.target : nullptr);
+  for (const QuantizeItem& item : items_) targets.push_back(item.quantize ? &item.target : nullptr);
   if (std::ranges::all_of(targets, [](auto* target) { return target == nullptr; })) return {};
   return model_quantization(selection_, layout_, options_.force_layout, targets);
 }
@@ -411,7 +415,7 @@ Metadata Quantizer::metadata_of(size_t file) const {
 std::vector<StoredTensor> Quantizer::tensors_of(std::span<const size_t> items) const {
   std::vector<StoredTensor> tensors;
   for (const size_t i : items) {
-    const Item& item = items_[i];
+    const QuantizeItem& item = items_[i];
     if (item.quantize) {
       for (const Part& part : item.parts) tensors.push_back({part.name, part.dtype, part.shape, "", 0, 0});
     } else {
@@ -421,19 +425,19 @@ std::vector<StoredTensor> Quantizer::tensors_of(std::span<const size_t> items) c
   return tensors;
 }
 
-int64_t Quantizer::max_elements(const Item& item, Device device) const {
+int64_t Quantizer::max_elements(const QuantizeItem& item, Device device) const {
   const int64_t most = preferred_elements(item.target, block_elements(device));
   return is_transposed(item.source) ? std::max(most, kTransposedElements) : most;
 }
 
-int64_t Quantizer::max_elements(const Item& item) const {
+int64_t Quantizer::max_elements(const QuantizeItem& item) const {
   return max_elements(item, devices_.front());  // CUDA devices are first
 }
 
 std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) const {
   std::vector<Task> tasks;
   for (const size_t i : items) {
-    const Item& item = items_[i];
+    const QuantizeItem& item = items_[i];
     if (item.quantize) {
       for (int64_t begin = 0, n = num_elements(item.source.shape); begin < n;) {
         const int64_t count = block_at(item.target, begin, max_elements(item)).count;
@@ -453,7 +457,7 @@ std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) 
 uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
   int64_t copy_bytes = 0, block_bytes = 0, verify_bytes = 0, scales = 0;
   for (const size_t i : items) {
-    const Item& item = items_[i];
+    const QuantizeItem& item = items_[i];
     const bool whole = is_whole(input_, item.source);
     if (!item.quantize) {
       const int64_t bytes = std::min(kCopyBytes, static_cast<int64_t>(num_bytes(input_, item.source)));
@@ -483,7 +487,7 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
 // ---- The run
 
 // The block, on the device of the worker.
-TensorView Quantizer::read_block(const Item& item, const Block& block, BlockWorker& worker) const {
+TensorView Quantizer::read_block(const QuantizeItem& item, const Block& block, BlockWorker& worker) const {
   const int64_t size = size_of(item.target.dtype);
   std::byte* data = worker.dense.reserve(block.count * size);
   {
@@ -496,7 +500,7 @@ TensorView Quantizer::read_block(const Item& item, const Block& block, BlockWork
 }
 
 void Quantizer::copy_block(TensorFile& file, const Task& task, BlockWorker& worker) const {
-  const Item& item = items_[task.item];
+  const QuantizeItem& item = items_[task.item];
   const std::span<std::byte> bytes(worker.stored.reserve(task.count), static_cast<size_t>(task.count));
   {
     const Stopwatch reading(worker.read_seconds);
@@ -506,7 +510,7 @@ void Quantizer::copy_block(TensorFile& file, const Task& task, BlockWorker& work
   file.write(file.tensor(item.source.name), static_cast<uint64_t>(task.begin), bytes);
 }
 
-QuantizeStatus Quantizer::quantize_block(TensorFile& file, Item& item, const Block& block,
+QuantizeStatus Quantizer::quantize_block(TensorFile& file, QuantizeItem& item, const Block& block,
                                          BlockWorker& worker) {
   if (item.target.scale_rows > 1) return quantize_tiles(file, item, block, worker);
   const QuantSpec& spec = item.target.spec;
@@ -536,7 +540,7 @@ QuantizeStatus Quantizer::quantize_block(TensorFile& file, Item& item, const Blo
 }
 
 // Blocks with a scale of their own are the rows of a matrix, filled up with zeros, that has a scale a row.
-QuantizeStatus Quantizer::quantize_tiles(TensorFile& file, Item& item, const Block& block,
+QuantizeStatus Quantizer::quantize_tiles(TensorFile& file, QuantizeItem& item, const Block& block,
                                          BlockWorker& worker) {
   const QuantizedWeight& target = item.target;
   const Tiles tiles(target, block);
@@ -578,7 +582,7 @@ QuantizeStatus Quantizer::quantize_tiles(TensorFile& file, Item& item, const Blo
 }
 
 // What is known only after the last block.
-void Quantizer::finish_weight(TensorFile& file, Item& item) const {
+void Quantizer::finish_weight(TensorFile& file, QuantizeItem& item) const {
   const auto num_scales = static_cast<int64_t>(item.scales.size());
   std::vector<uint8_t> codes(item.scales.size());
   std::vector<float> absmax(static_cast<size_t>((num_scales + kDoubleQuantBlock - 1) / kDoubleQuantBlock));
@@ -601,13 +605,13 @@ void Quantizer::choose_devices() {
   if (!options_.choose_devices || std::ranges::none_of(report_.devices, is_cpu) ||
       std::ranges::all_of(report_.devices, is_cpu))
     return;
-  const Item* largest = nullptr;
-  for (const Item& item : items_)
+  const QuantizeItem* largest = nullptr;
+  for (const QuantizeItem& item : items_)
     if (item.quantize &&
         (largest == nullptr || num_elements(item.source.shape) > num_elements(largest->source.shape)))
       largest = &item;
   if (largest->target.scale_rows > 1) return;  // tiles: not measured
-  Item item = *largest;
+  QuantizeItem item = *largest;
   item.range = {-1, 1};
   set_global_scale(item);
   const std::vector<Device> threads = worker_devices({}, options_.num_threads);
@@ -643,7 +647,7 @@ void Quantizer::choose_devices() {
 void Quantizer::make_workers() {
   workers_.emplace(devices_, [&](Device device) {
     int64_t most = block_elements(device);
-    for (const Item& item : items_)
+    for (const QuantizeItem& item : items_)
       if (item.quantize) most = std::max(most, max_elements(item, device));
     return most;
   });
@@ -666,7 +670,7 @@ void Quantizer::find_ranges(std::span<const size_t> wanted) {
     const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(first + begin); i < static_cast<size_t>(first + end); ++i) {
       const Task& task = tasks[i];
-      const Item& item = items_[task.item];
+      const QuantizeItem& item = items_[task.item];
       worker.for_each_block(item.target, task.begin, task.count, [&](const Block& block) {
         merge(ranges[i], value_range(read_block(item, block, worker), worker.execution()));
         reporter_.poll();
@@ -676,7 +680,7 @@ void Quantizer::find_ranges(std::span<const size_t> wanted) {
   share(ranges, part);
   std::map<std::string, ValueRange> shared;
   const auto range_of = [&](size_t i) -> ValueRange& {
-    const Item& item = items_[i];
+    const QuantizeItem& item = items_[i];
     return shared[has_global_scale(item.target.spec) ? fused_name(item.source.name) : item.source.name];
   };
   for (size_t i = 0; i < tasks.size(); ++i) merge(range_of(tasks[i].item), ranges[i]);
@@ -699,7 +703,7 @@ void Quantizer::share(std::vector<ValueRange>& ranges, const std::function<int64
 }
 
 // From the range.
-void Quantizer::set_global_scale(Item& item) const {
+void Quantizer::set_global_scale(QuantizeItem& item) const {
   if (!has_global_scale(item.target.spec)) return;
   const double absmax = std::max({-item.range.min, item.range.max, 0.0});
   item.target.global_scale = dtype_of(item) == DType::f64
@@ -727,7 +731,7 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
   if (wanted.empty()) return;
   if (const Json record = writer.find_record(name); !record.is_null()) {
     for (const size_t i : wanted) {
-      Item& item = items_[i];
+      QuantizeItem& item = items_[i];
       const Json& range = record.at("weights").at(item.source.name);
       item.range = {exact_value(range.at(0)), exact_value(range.at(1))};
       set_global_scale(item);
@@ -744,14 +748,14 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
 Quantizer::TensorFiles Quantizer::write_files(const BeginFile& begin_file, std::span<const size_t> indices) {
   TensorFiles files;
   std::vector<std::pair<Task, TensorFile*>> tasks;
-  std::vector<std::pair<Item*, TensorFile*>> quantized;
+  std::vector<std::pair<QuantizeItem*, TensorFile*>> quantized;
   for (const size_t index : indices) {
     const std::vector<size_t>& items = files_.weights[index];
     files.push_back(begin_file(index, tensors_of(items)));
     TensorFile* const file = files.back().get();
     for (const Task& task : tasks_of(items)) tasks.emplace_back(task, file);
     for (const size_t i : items) {
-      Item& item = items_[i];
+      QuantizeItem& item = items_[i];
       item.status = {};
       if (!item.quantize) continue;
       quantized.emplace_back(&item, file);
@@ -766,7 +770,7 @@ Quantizer::TensorFiles Quantizer::write_files(const BeginFile& begin_file, std::
     const Stopwatch working(worker.seconds);
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
       const auto& [task, file] = tasks[i];
-      Item& item = items_[task.item];
+      QuantizeItem& item = items_[task.item];
       if (item.quantize) {
         worker.for_each_block(item.target, task.begin, task.count, [&, to = file](const Block& block) {
           merge(status[i], quantize_block(*to, item, block, worker));
@@ -795,7 +799,7 @@ bool Quantizer::plan_again(size_t file) {
   std::vector<std::string> failed;
   std::string first_reason;
   for (const size_t i : files_.weights[file]) {
-    Item& item = items_[i];
+    QuantizeItem& item = items_[i];
     if (!item.quantize) continue;
     const QuantizeStatus& status = item.status;
     const QuantSpec spec = item.target.spec;
@@ -872,7 +876,7 @@ Quantizer::Json Quantizer::identity() const {
 void Quantizer::resume_file(const Json& records, size_t file) {
   for (size_t i = 0; i < files_.weights[file].size(); ++i) {
     const Json& record = records.at(i);
-    Item& item = items_[files_.weights[file][i]];
+    QuantizeItem& item = items_[files_.weights[file][i]];
     if (item.quantize && !record.at("quantized")) {
       keep_dense(item, record.at("reason"));
     } else if (item.quantize && record.at("scale_dtype") != to_string(item.target.spec.scale_dtype)) {
@@ -942,7 +946,7 @@ RunPlan Quantizer::run_plan() {
   }
   plan.overlaps = overlaps();
   if (team_.leads()) plan.reserved_bytes = std::accumulate(planned.begin(), planned.end(), uint64_t{0});
-  for (const Item& item : items_)
+  for (const QuantizeItem& item : items_)
     if (needs_range(item)) plan.ranges_bytes += report_.weights[item.report].source_bytes;
   plan.ranges_bytes /= static_cast<uint64_t>(team_.size());
   return plan;
@@ -962,7 +966,7 @@ std::vector<SampledWeight> Quantizer::sampled_weights() const {
   std::vector<SampledWeight> weights(items_.size());
   for (const size_t file : mine_)
     for (const size_t i : files_.weights[file]) {
-      const Item& item = items_[i];
+      const QuantizeItem& item = items_[i];
       if (const int64_t n = num_elements(item.source.shape); n > 0)
         weights[i] = {ceil_div(n / item.source.cols(), unit_rows(input_, item.source)),
                       report_.weights[item.report].source_bytes};
@@ -978,13 +982,13 @@ void Quantizer::take_sample(const Quantizer& whole, std::span<const std::vector<
   for (size_t set = 0; set < sets.size(); ++set)
     for (size_t i = 0; i < sets[set].size();) {
       const size_t weight = sets[set][i].weight;
-      const Item& of = whole.items_[weight];
+      const QuantizeItem& of = whole.items_[weight];
       const int64_t unit = unit_rows(input_, of.source),
                     rows = num_elements(of.source.shape) / of.source.cols();
       std::vector<RowRange> ranges;
       for (; i < sets[set].size() && sets[set][i].weight == weight; ++i)
         ranges.push_back({sets[set][i].begin * unit, std::min(rows, sets[set][i].end * unit)});
-      const Item item{with_rows(of.source, ranges), report_.weights.size()};
+      const QuantizeItem item{with_rows(of.source, ranges), report_.weights.size()};
       files_.weights[set * num_files + items_.size() % num_files].push_back(items_.size());
       selection_.weights.push_back({item.source});
       selection_.weights.back().grid = whole.selection_.weights[of.report].grid;
@@ -1070,7 +1074,7 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   make_workers();
   const auto num_workers = static_cast<uint64_t>(workers_->size());
   uint64_t block_bytes = 0;
-  for (const Item& item : items_)
+  for (const QuantizeItem& item : items_)
     if (item.quantize)
       block_bytes =
           std::max(block_bytes, static_cast<uint64_t>(max_elements(item) * size_of(item.target.dtype)));

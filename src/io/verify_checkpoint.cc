@@ -24,7 +24,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::string_view kWeight = ".weight";
+constexpr std::string_view kWeightSuffix = ".weight";
 
 // How the tensors of block floats are called, after the name of the weight, and what they must be.
 struct BlockForm {
@@ -136,7 +136,7 @@ class Verifier {
       check_mxfp4(tensor);
       if (is_of_experts(tensor, "_blocks")) check_experts(tensor);
       check_orphan(tensor, "_scale_inv", "");
-      if (tensor.dtype == "F8_E8M0") check_orphan(tensor, ".scale", kWeight);
+      if (tensor.dtype == "F8_E8M0") check_orphan(tensor, ".scale", kWeightSuffix);
       if (is_of_experts(tensor, "_scales")) check_orphan(tensor, "_scales", "_blocks");
       check_experts4bit(tensor);
     }
@@ -196,7 +196,7 @@ class Verifier {
 
   // Experts of DeepSeek-V4.
   void check_mxfp4(const StoredTensor& codes) {
-    if (codes.dtype != "I8" || !codes.name.ends_with(kWeight)) return;
+    if (codes.dtype != "I8" || !codes.name.ends_with(kWeightSuffix)) return;
     const StoredTensor* scale = checkpoint_->find(module_of(codes.name) + ".scale");
     if (scale != nullptr && scale->dtype == "F8_E8M0" && !fp8_layout_weight(*checkpoint_, codes, *scale))
       fault("scale-shape", codes.name, "\"{}\" is {}, but codes {} have a scale for each 16 bytes of a row",
@@ -272,7 +272,7 @@ class Verifier {
   void check_orphan(const StoredTensor& tensor, const BlockForm& form) {
     if (!tensor.name.ends_with(form.global)) return;
     const std::string weight = weight_of(tensor, form.global);
-    if (!weight.ends_with(kWeight)) return;
+    if (!weight.ends_with(kWeightSuffix)) return;
     const StoredTensor* codes = checkpoint_->find(weight + form.codes);
     if (codes == nullptr)
       fault("codes-missing", weight, "there is \"{}\", and no \"{}{}\"", tensor.name, weight, form.codes);
@@ -526,7 +526,7 @@ class Verifier {
     if (patterns) return;
     for (const Weight& weight : checkpoint_->weights) {
       const std::string module = module_of(weight.name);
-      if (weight.layout || weight.shape.size() != 2 || !weight.name.ends_with(kWeight) ||
+      if (weight.layout || weight.shape.size() != 2 || !weight.name.ends_with(kWeightSuffix) ||
           !kinds.contains(module.substr(module.rfind('.') + 1)) || ignored.contains(module))
         continue;
       fault("dense-unlisted", weight.name, "it is dense, but config.json does not list \"{}\"", module);

@@ -32,7 +32,7 @@ struct Given {
 };
 
 // One weight of the output.
-struct Item {
+struct WrittenItem {
   OutputWeight source;                      // of the weight itself
   const QuantizedWeight* target = nullptr;  // what is quantized, given or of the base
   const Given* given = nullptr;
@@ -164,16 +164,16 @@ struct CheckpointWriter::Impl {
   bool keeps_names() const;
   void take(size_t index, const io::OutputWeight& weight);
   io::Metadata metadata_of(size_t file) const;
-  std::vector<StoredTensor> tensors_of(const io::Item& item) const;
-  uint64_t output_bytes(const io::Item& item) const;
-  uint64_t written_bytes(const io::Item& item) const;
-  uint64_t verified_bytes(const io::Item& item) const;
+  std::vector<StoredTensor> tensors_of(const io::WrittenItem& item) const;
+  uint64_t output_bytes(const io::WrittenItem& item) const;
+  uint64_t written_bytes(const io::WrittenItem& item) const;
+  uint64_t verified_bytes(const io::WrittenItem& item) const;
   nlohmann::json identity() const;
   const io::ModelQuantization& quantization() const;  // of the items, which are complete
-  void take_quantized(io::Item& item, WeightReport& report) const;
-  void write_block(io::TensorFile& to, const io::Item& item, const io::Block& block,
+  void take_quantized(io::WrittenItem& item, WeightReport& report) const;
+  void write_block(io::TensorFile& to, const io::WrittenItem& item, const io::Block& block,
                    io::BlockWorker& worker) const;
-  void write_constants(io::TensorFile& to, const io::Item& item) const;
+  void write_constants(io::TensorFile& to, const io::WrittenItem& item) const;
   io::FileContent content_of(size_t file) const;
   std::unique_ptr<io::TensorFile> write_file(io::OutputCheckpoint& to, size_t index,
                                              io::ProgressPhase& progress);
@@ -183,7 +183,7 @@ struct CheckpointWriter::Impl {
   std::unique_ptr<Checkpoint::Impl> input_;
   std::vector<const io::Given*> given_of_;  // of the weights of input_; null: of the base
   io::Selection selection_;
-  std::vector<io::Item> items_;  // one for each weight of selection_
+  std::vector<io::WrittenItem> items_;  // one for each weight of selection_
   mutable std::optional<io::ModelQuantization> quantization_;
   io::OutputFiles files_;
   CheckpointReport report_;
@@ -330,7 +330,7 @@ void CheckpointWriter::Impl::select() {
 void CheckpointWriter::Impl::make_items() {
   const size_t num_weights = input_->weights.size();
   for (io::SelectedWeight& selected : selection_.weights) {
-    io::Item& item = items_.emplace_back(io::Item{selected.weight});
+    io::WrittenItem& item = items_.emplace_back(io::WrittenItem{selected.weight});
     const size_t index = item.source.sources.front().weight;
     item.given = given_of_[index];
     if (item.given != nullptr) {
@@ -358,7 +358,7 @@ void CheckpointWriter::Impl::make_items() {
 void CheckpointWriter::Impl::check_experts4bit() const {
   std::optional<int64_t> hidden;
   if (!input_->config.empty()) hidden = io::experts4bit_config(input_->config).hidden_size;
-  for (const io::Item& item : items_) {
+  for (const io::WrittenItem& item : items_) {
     if (item.target == nullptr || !item.target->experts4bit) continue;
     const int64_t own = io::experts4bit_hidden_size(*item.target);
     HALFBYTE_CHECK(hidden == own, usage,
@@ -369,7 +369,7 @@ void CheckpointWriter::Impl::check_experts4bit() const {
   }
 }
 
-std::vector<StoredTensor> CheckpointWriter::Impl::tensors_of(const io::Item& item) const {
+std::vector<StoredTensor> CheckpointWriter::Impl::tensors_of(const io::WrittenItem& item) const {
   std::vector<StoredTensor> tensors;
   if (item.given != nullptr && item.target != nullptr) {
     for (const io::Part& part : io::parts_of(*item.target))
@@ -383,7 +383,7 @@ std::vector<StoredTensor> CheckpointWriter::Impl::tensors_of(const io::Item& ite
   return tensors;
 }
 
-uint64_t CheckpointWriter::Impl::output_bytes(const io::Item& item) const {
+uint64_t CheckpointWriter::Impl::output_bytes(const io::WrittenItem& item) const {
   if (item.given != nullptr && item.target != nullptr) return io::stored_bytes(io::parts_of(*item.target));
   if (item.given != nullptr) return io::num_bytes(*input_, item.source);
   uint64_t sum = 0;
@@ -394,7 +394,7 @@ uint64_t CheckpointWriter::Impl::output_bytes(const io::Item& item) const {
 const io::ModelQuantization& CheckpointWriter::Impl::quantization() const {
   if (!quantization_) {
     std::vector<const io::QuantizedWeight*> targets;
-    for (const io::Item& item : items_) targets.push_back(item.target);
+    for (const io::WrittenItem& item : items_) targets.push_back(item.target);
     quantization_ = io::model_quantization(selection_, layout, options.force_layout, targets);
   }
   return *quantization_;
@@ -408,7 +408,7 @@ void CheckpointWriter::Impl::plan_files() {
   QuantizeOptions as;  // what readers ask of
   as.layout = options.layout;
   for (size_t i = 0; i < items_.size(); ++i) {
-    const io::Item& item = items_[i];
+    const io::WrittenItem& item = items_[i];
     weights.push_back(&item.source);
     bytes.push_back(output_bytes(item));
     is_dense.push_back(item.target == nullptr);
@@ -459,7 +459,7 @@ io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
   if (options.layout != Layout::mlx) {
     io::set_metadata(metadata, "format", "pt");
     const auto first =
-        std::ranges::find_if(items_, [](const io::Item& item) { return item.target != nullptr; });
+        std::ranges::find_if(items_, [](const io::WrittenItem& item) { return item.target != nullptr; });
     if (!input_->is_directory && first != items_.end() && io::hides_dtype(layout, first->target->spec.format))
       io::set_metadata(metadata, io::kWordMetadata,
                        io::word_quantization(quantization(), /*with_dtype=*/true));
@@ -477,11 +477,11 @@ io::Metadata CheckpointWriter::Impl::metadata_of(size_t file) const {
 }
 
 // Progress counts elements of what is quantized, which is then decoded.
-uint64_t CheckpointWriter::Impl::written_bytes(const io::Item& item) const {
+uint64_t CheckpointWriter::Impl::written_bytes(const io::WrittenItem& item) const {
   const bool codes = item.given != nullptr && item.target != nullptr;
   return codes ? static_cast<uint64_t>(io::num_elements(item.source.shape)) : output_bytes(item);
 }
-uint64_t CheckpointWriter::Impl::verified_bytes(const io::Item& item) const {
+uint64_t CheckpointWriter::Impl::verified_bytes(const io::WrittenItem& item) const {
   const bool codes = item.given != nullptr && item.target != nullptr;
   return written_bytes(item) * (codes ? static_cast<uint64_t>(size_of(item.target->dtype)) : 1);
 }
@@ -517,8 +517,8 @@ nlohmann::json CheckpointWriter::Impl::identity() const {
           {"left_out", left_out}};
 }
 
-void CheckpointWriter::Impl::write_block(io::TensorFile& to, const io::Item& item, const io::Block& block,
-                                         io::BlockWorker& worker) const {
+void CheckpointWriter::Impl::write_block(io::TensorFile& to, const io::WrittenItem& item,
+                                         const io::Block& block, io::BlockWorker& worker) const {
   const io::QuantizedWeight& target = *item.target;
   for (const io::Part& part : io::parts_of(target)) {
     const io::Role role = part.role;
@@ -536,7 +536,7 @@ void CheckpointWriter::Impl::write_block(io::TensorFile& to, const io::Item& ite
 }
 
 // What is not cut into blocks.
-void CheckpointWriter::Impl::write_constants(io::TensorFile& to, const io::Item& item) const {
+void CheckpointWriter::Impl::write_constants(io::TensorFile& to, const io::WrittenItem& item) const {
   for (const io::Part& part : io::parts_of(*item.target)) {
     const StoredTensor& tensor = to.tensor(part.name);
     const bool nested = item.target->spec.double_quant &&
@@ -550,7 +550,7 @@ void CheckpointWriter::Impl::write_constants(io::TensorFile& to, const io::Item&
   }
 }
 
-void CheckpointWriter::Impl::take_quantized(io::Item& item, WeightReport& report) const {
+void CheckpointWriter::Impl::take_quantized(io::WrittenItem& item, WeightReport& report) const {
   const io::Given& own = *item.given;
   const QuantizedTensor& form = *own.quantized;
   item.quantized = (own.make ? own.make(report) : form).to({});
@@ -594,7 +594,7 @@ std::unique_ptr<io::TensorFile> CheckpointWriter::Impl::write_file(io::OutputChe
       tasks.push_back({i, copy, begin, std::min(io::kCopyBytes, end - begin)});
   };
   for (const size_t i : files_.weights[index]) {
-    io::Item& item = items_[i];
+    io::WrittenItem& item = items_[i];
     to.poll();
     if (item.given != nullptr && item.target != nullptr) take_quantized(item, report_.weights[i]);
     for (const io::OutputWeight& copy : item.copies) add_bytes(i, &copy, io::num_bytes(*input_, copy));
@@ -614,7 +614,7 @@ std::unique_ptr<io::TensorFile> CheckpointWriter::Impl::write_file(io::OutputChe
     io::BlockWorker& worker = workers[static_cast<size_t>(w)];
     for (auto t = static_cast<size_t>(first); t < static_cast<size_t>(last); ++t) {
       const auto [i, copy, begin, count] = tasks[t];
-      const io::Item& item = items_[i];
+      const io::WrittenItem& item = items_[i];
       if (copy != nullptr) {
         const std::span<std::byte> bytes(worker.stored.reserve(count), static_cast<size_t>(count));
         io::read_output(*input_, *copy, static_cast<uint64_t>(begin), bytes, worker.dense);
@@ -640,7 +640,7 @@ void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, const io::Te
   std::vector<QuantizedTensor> expanded;
   expanded.reserve(files_.weights[index].size());
   for (const size_t i : files_.weights[index]) {
-    const io::Item& item = items_[i];
+    const io::WrittenItem& item = items_[i];
     if (item.quantized) {
       expanded.push_back(item.quantized->expanded());
       checks.push_back({&item.source, item.target, nullptr, &expanded.back()});
@@ -691,7 +691,7 @@ CheckpointReport CheckpointWriter::Impl::finish(io::Team& team) {
   report_.copied_files = side_files.copied;
   report_.skipped_files = side_files.skipped;
   uint64_t written = 0, verified = 0;  // as the phases count them
-  for (const io::Item& item : items_) {
+  for (const io::WrittenItem& item : items_) {
     written += written_bytes(item);
     verified += verified_bytes(item);
   }

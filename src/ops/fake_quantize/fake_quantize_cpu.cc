@@ -222,7 +222,7 @@ class FakeWorker : public LinearWorker<Type> {
   // Elements [begin, end) of codes_, the first of which is number `index` of all and begins at a byte.
   void write_mask(int64_t index, int64_t begin, int64_t end) {
     pack_mask(codes_ + begin, end - begin, bits_);
-    const LinearCodes& mask = problem_.mask;
+    const CodeStorage& mask = problem_.mask;
     std::memcpy(
         static_cast<uint8_t*>(tensors_.mask) + index / mask.cols * mask.row_bytes + index % mask.cols / 8,
         bits_, static_cast<size_t>((end - begin + 7) / 8));
@@ -239,7 +239,7 @@ QuantizeStatus FakeQuantizeCpu(const LinearProblem& problem, const LinearTensors
 template <class T>
 void mask_gradients(const LinearProblem& problem, const LinearTensors& tensors) {
   constexpr int64_t kPiece = 1 << 16;  // elements
-  const LinearCodes& mask = problem.mask;
+  const CodeStorage& mask = problem.mask;
   const int64_t n = problem.num_elements();
   if (n == 0) return;
   const bool whole = mask.cols % 8 == 0;  // rows are whole bytes, one sequence

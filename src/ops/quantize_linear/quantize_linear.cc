@@ -45,8 +45,8 @@ Grouping grouping_of(const LinearDescriptor& d) {
   return make_grouping(kOp, {d.shape, d.granularity, d.axis, d.group_size}, d.dtype, d.strided);
 }
 
-LinearCodes codes_of(DType dtype, std::span<const int64_t> shape) {
-  LinearCodes codes;
+CodeStorage codes_of(DType dtype, std::span<const int64_t> shape) {
+  CodeStorage codes;
   codes.dtype = dtype;
   codes.cols = shape.empty() ? 1 : shape.back();
   codes.row_bytes = (codes.cols + 1) / 2;

@@ -98,7 +98,7 @@ class CaseMaker {
     const int64_t n = one_in(40) ? 0 : one_in(3) ? kinds[below(8)] : 1 + below(std::max<int64_t>(1, most));
     return std::min(n, std::max<int64_t>(1, most));
   }
-  static int64_t storage(const LinearCodes& codes, int64_t n) {
+  static int64_t storage(const CodeStorage& codes, int64_t n) {
     return is_packed(codes.dtype) ? codes.cols == 0 ? 0 : n / codes.cols * codes.row_bytes
                                   : n * size_of(codes.dtype);
   }
@@ -556,7 +556,7 @@ struct Golden {
   }
   std::vector<int> codes(const std::vector<double>& x) {
     const Bytes codes = bytes(x);
-    const LinearCodes how{descriptor.code_dtype, descriptor.shape.back(), (descriptor.shape.back() + 1) / 2};
+    const CodeStorage how{descriptor.code_dtype, descriptor.shape.back(), (descriptor.shape.back() + 1) / 2};
     std::vector<int> result;
     for (size_t i = 0; i < x.size(); ++i)
       result.push_back(linear_ref::load_integer(codes.data(), how, static_cast<int64_t>(i)));
