@@ -16,10 +16,10 @@ namespace {
 // Bits of CPUID, by leaf and register.
 constexpr uint32_t kFma = 1u << 12, kOsXsave = 1u << 27, kF16c = 1u << 29;  // 1, ecx
 constexpr uint32_t kAvx2 = 1u << 5, kAvx512F = 1u << 16, kAvx512Dq = 1u << 17, kAvx512Bw = 1u << 30,
-                   kAvx512Vl = 1u << 31;                      // 7.0, ebx
-constexpr uint32_t kAvx512Vbmi = 1u << 1;                     // 7.0, ecx
-constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // 7.0, edx
-constexpr uint32_t kAvx512Bf16 = 1u << 5;                     // 7.1, eax
+                   kAvx512Vl = 1u << 31;                                           // 7.0, ebx
+constexpr uint32_t kAvx512Vbmi = 1u << 1;                                          // 7.0, ecx
+constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;  // 7.0, edx
+constexpr uint32_t kAvx512Bf16 = 1u << 5;                                          // 7.1, eax
 // Bits of XCR0: registers that the system saves.
 constexpr uint32_t kZmmState = 0xE6;      // xmm, ymm, masks, zmm0-15, zmm16-31
 constexpr uint32_t kTileState = 0x60000;  // configuration and data of tiles
@@ -53,8 +53,10 @@ CpuFeatures detect() {
   if (!has(basic.ecx, kFma | kOsXsave | kF16c) || !has(xcr0(), kZmmState)) return features;
   features.avx512_bf16 = has(extended.ebx, kAvx2 | kAvx512F | kAvx512Dq | kAvx512Bw | kAvx512Vl) &&
                          has(extended.ecx, kAvx512Vbmi) && has(cpuid(7, 1).eax, kAvx512Bf16);
-  features.amx_bf16 = features.avx512_bf16 && has(extended.edx, kAmxBf16 | kAmxTile) &&
-                      has(xcr0(), kTileState) && may_use_tiles();
+  const bool tiles =
+      features.avx512_bf16 && has(extended.edx, kAmxTile) && has(xcr0(), kTileState) && may_use_tiles();
+  features.amx_bf16 = tiles && has(extended.edx, kAmxBf16);
+  features.amx_int8 = tiles && has(extended.edx, kAmxInt8);
   return features;
 }
 

@@ -1,7 +1,8 @@
 // `qgemm_int8`: forward products with `math = int8`, see weight/int8.h. Units of the weight are decoded to
 // bytes in blocks that stay in the first-level cache: four columns of 16 rows, or as many as a vector has,
 // lie across the lanes. They are multiplied there with four columns of a row of x, which are broadcast, and
-// summed as integers: by vpdpbusd (AVX3_DL), vpmaddubsw (AVX2, AVX3) or smull (NEON).
+// summed as integers: by vpdpbusd (AVX3_DL), vpmaddubsw (AVX2, AVX3) or smull (NEON), or by tiles (AVX3_DL
+// with AMX).
 //
 // Integers are exact, and what is rounded is rounded in one order, so that every target, number of threads
 // and the scalar reference give the same bytes.
@@ -12,6 +13,7 @@
 #include "core/arithmetic.h"
 #include "core/plan_device.h"
 #include "cpu/parallel.h"
+#include "ops/qgemm/cpu/int8/int8_tiles.h"
 #include "ops/qgemm/weight/int8.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -373,9 +375,10 @@ HWY_NOINLINE void decode_bytes(const Source& source, const uint8_t* codes, uint8
 
 // ---- 3. S of the parts of a unit
 
-// [part][row of x][row of the weight], without what zero points take away.
+// [part][row of x of a panel][row of the weight], without what zero points take away. Of tiles there is one
+// part of more rows.
 struct PartSums {
-  alignas(64) int32_t of[4][kPanel][kRows];
+  alignas(64) int32_t of[4 * kPanel][kRows];
 };
 
 // Of decoded bytes and rows of x, kCols apart.
@@ -390,8 +393,8 @@ HWY_NOINLINE void sum_panel(const uint8_t* w, const int8_t* x, int parts, PartSu
       add_chunks<R, kSmall>(w + (part * chunks * kRows + first) * 4, x + part * chunks * 4, chunks, sums);
       HWY_UNROLL(8)
       for (int r = 0; r < R; ++r) {
-        hn::Store(sums[r][0], IntTag(), to.of[part][r] + first);
-        hn::Store(sums[r][1], IntTag(), to.of[part][r] + first + kLanes);
+        hn::Store(sums[r][0], IntTag(), to.of[part * kPanel + r] + first);
+        hn::Store(sums[r][1], IntTag(), to.of[part * kPanel + r] + first + kLanes);
       }
     }
 }
@@ -437,7 +440,7 @@ HWY_NOINLINE void sum_few(const Source& source, const uint8_t* codes, const int8
     for (int part = 0; part < kParts; ++part) {
       HWY_UNROLL(4)
       for (int r = 0; r < R; ++r)
-        hn::Store(hn::BitCast(IntTag(), sum_blocks(sums[part][r])), IntTag(), to.of[part][r] + row);
+        hn::Store(hn::BitCast(IntTag(), sum_blocks(sums[part][r])), IntTag(), to.of[part * kPanel + r] + row);
     }
   }
 }
@@ -461,17 +464,19 @@ class Int8Product {
         units_(ceil_div(problem.k, kCols)),
         strips_(ceil_div(problem.n, kRows)),
         few_(is_few(problem)),
+        tiles_(kUnsigned && !few_ ? int8_tiles() : nullptr),
         places_(static_cast<UnitPlace*>(workspace)),
         parameters_(problem, tensors, places_) {
     x_.rows = 0;
     for (int64_t left = problem.m; left > 0; left -= kPanel) x_.rows += panel_rows(left);
+    if (tiles_ != nullptr) x_.rows = ceil_div(problem.m, kXRows) * kXRows;
     x_.values = reinterpret_cast<int8_t*>(places_ + units_);
     x_.scales = reinterpret_cast<float*>(x_of(units_, 0));
     x_.sums = reinterpret_cast<int32_t*>(x_.scales + units_ * x_.rows);
   }
 
   static int64_t workspace_bytes(const QgemmProblem& problem) {
-    const int64_t units = ceil_div(problem.k, kCols), rows = problem.m + kPanel;
+    const int64_t units = ceil_div(problem.k, kCols), rows = problem.m + kXRows;
     const int64_t copies = is_few(problem) ? 4 : 1;
     return units * (static_cast<int64_t>(sizeof(UnitPlace)) + rows * (copies * kCols + 4 + 4 * 4));
   }
@@ -491,6 +496,8 @@ class Int8Product {
 
  private:
   static constexpr int kOctetZero = kUnsigned ? 0 : 128;
+  static constexpr int kXRows = Int8Tiles::kXRows;
+  static_assert(kXRows >= kPanel && kXRows <= 4 * kPanel && kBatch % kXRows == 0);
 
   static bool is_few(const QgemmProblem& problem) {
     return formats::in_fragments(problem.codec.bits) && problem.m <= kFewRows;
@@ -585,6 +592,7 @@ class Int8Product {
       const int64_t end = std::min(problem_.m, batch + kBatch);
       UnitParameters parameters;
       PartSums part_sums;
+      if (tiles_ != nullptr) tiles_->begin();
       for (int64_t unit = 0; unit < units_; ++unit) {
         parameters_.load_parts(strip, unit, parameters);
         const uint8_t* const codes = parameters_.codes(strip, unit);
@@ -595,12 +603,18 @@ class Int8Product {
           few_function<Source>(problem_.m, parameters.parts)(source, codes, x_of(unit, 0), part_sums);
         else
           decode_bytes(source, codes, w);
-        for (int64_t row = batch; row < end; row += kPanel) {
-          const int64_t rows = panel_rows(end - row);
-          if (!few_) panel_function<Source::kSmall>(rows)(w, x_of(unit, row), parameters.parts, part_sums);
+        const bool in_tiles = tiles_ != nullptr && parameters.parts == 1;
+        if (in_tiles) tiles_->load(w);
+        for (int64_t row = batch; row < end; row += in_tiles ? kXRows : kPanel) {
+          const int64_t rows = in_tiles ? kXRows : panel_rows(end - row);
+          if (in_tiles)
+            tiles_->sum(x_of(unit, row), &part_sums.of[0][0]);
+          else if (!few_)
+            panel_function<Source::kSmall>(rows)(w, x_of(unit, row), parameters.parts, part_sums);
           add_sums(unit, row, std::min(rows, end - row), part_sums, parameters, sums + (row - batch) * kRows);
         }
       }
+      if (tiles_ != nullptr) tiles_->end();
       for (int64_t m = batch; m < end; ++m)
         store_y(problem_, tensors_, m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows),
                 sums + (m - batch) * kRows);
@@ -654,7 +668,7 @@ class Int8Product {
         for (int v = 0; v < kRows; v += kLanes) {
           const int at = part * kRows + v;
           float* const to = sums + r * kRows + v;
-          const Ints product = hn::Load(IntTag(), products.of[part][r] + v);
+          const Ints product = hn::Load(IntTag(), products.of[part * kPanel + r] + v);
           const Floats exact =
               kZeros ? hn::Sub(hn::ConvertTo(Tag(), product), hn::Mul(zeros(parameters, at), sum_of_x))
                      : hn::ConvertTo(Tag(), hn::Sub(product, zero_of_x));
@@ -678,6 +692,7 @@ class Int8Product {
   const QgemmTensors& tensors_;
   const int64_t units_, strips_;
   const bool few_;  // see sum_few
+  const Int8Tiles* const tiles_;
   UnitPlace* const places_;
   RoundedX x_;
   const ParameterLoader parameters_;

@@ -1,5 +1,9 @@
 #include "ops/qgemm/weight/int8.h"
 
+#include <atomic>
+#include <cstring>
+
+#include "ops/qgemm/cpu/int8/int8_tiles.h"
 #include "ops/qgemm/qgemm_testing.h"
 
 namespace halfbyte {
@@ -193,6 +197,71 @@ TEST(QgemmInt8X, NanAndInfinityGiveNanInTheirRow) {
     }
   }
 }
+
+// Tiles of AMX, simulated: few machines have them. Where one does, the tests above are of its own.
+class QgemmInt8Tiles : public QgemmInt8 {
+ protected:
+  QgemmInt8Tiles() { set_int8_tiles(&kSimulated); }
+  ~QgemmInt8Tiles() override { set_int8_tiles(nullptr); }
+
+  static inline std::atomic<int> num_sums = 0, num_begun = 0, num_ended = 0;
+
+ private:
+  static inline thread_local bool is_begun = false;
+  static inline thread_local uint8_t unit[64 * 32];
+
+  static constexpr Int8Tiles kSimulated = {
+      [] {
+        EXPECT_FALSE(is_begun);
+        is_begun = true;
+        ++num_begun;
+      },
+      [] {
+        EXPECT_TRUE(is_begun);
+        is_begun = false;
+        ++num_ended;
+      },
+      [](const uint8_t* weight) { std::memcpy(unit, weight, sizeof unit); },
+      [](const int8_t* x, int32_t* to) {
+        EXPECT_TRUE(is_begun);
+        ++num_sums;
+        for (int i = 0; i < Int8Tiles::kXRows; ++i)
+          for (int row = 0; row < 32; ++row) {
+            int32_t sum = 0;
+            for (int col = 0; col < 64; ++col)
+              sum += unit[col / 4 * 128 + 4 * row + col % 4] * x[64 * i + col];
+            to[32 * i + row] = sum;
+          }
+      }};
+};
+
+TEST_P(QgemmInt8Tiles, GiveTheBytesOfTheReference) {
+  bool has_bytes_of_words = false;  // the one target that takes tiles
+  testing::for_each_target([&](const char* target) {
+    if (std::string_view(target) == "AVX3_DL") has_bytes_of_words = true;
+  });
+  std::mt19937_64 random(GetParam() + 200);
+  for (const int64_t group : {32, 64})  // of 32 columns the products are no tiles
+    for (const int64_t m : {5, 16, 17, 67}) {
+      QgemmDescriptor d = descriptor();
+      d.spec.group_size = group;
+      testing::fit_format(d.spec);
+      d.m = m;
+      d.n = 75;
+      d.k = 713;
+      num_sums = 0;
+      if (!testing::is_valid(d)) continue;
+      check(d, random());
+      if (has_bytes_of_words && d.spec.group_size % 64 == 0) {
+        EXPECT_GT(num_sums, 0);
+      }
+    }
+  EXPECT_EQ(num_begun, num_ended);
+}
+INSTANTIATE_TEST_SUITE_P(, QgemmInt8Tiles, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
+                         [](const auto& info) {
+                           return testing::short_text(testing::qgemm_formats()[info.param]);
+                         });
 
 TEST(QgemmPlan, Int8Refuses) {
   QgemmDescriptor d{.m = 3, .n = 64, .k = 128, .math = QgemmMath::int8};
