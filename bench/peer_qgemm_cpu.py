@@ -166,15 +166,16 @@ def measure(rows, all_m, rounds):
             row.us[m] = statistics.median(taken)
 
 
-def check(row, m, x, dense, limit):
-    """The first product, against x and the weight in f32."""
+def checked(row, m, x, dense, limit):
+    """`row`, whose first product is that of x and the weight in f32. RuntimeError where it is not."""
     import torch
 
     expected = x.float() @ dense.float().t()
     y = row.calls[m](0).float()
     error = float(torch.linalg.norm(y - expected) / torch.linalg.norm(expected))
     if not error < limit:
-        raise SystemExit(f"{row.name}, M {m}: wrong by {error:.1e} of the norm")
+        raise RuntimeError(f"{row.name}, M {m}: wrong by {error:.1e} of the norm")
+    return row
 
 
 def main():
@@ -250,7 +251,7 @@ def main():
             table = get_4bit_type("nf4", device="cpu")
             nibbles = torch.stack([codes(0) & 15, codes(0) >> 4], -1).view(n, k)
             dense = table[nibbles.long()] * scales.float().repeat_interleave(group, 1)
-            check(rows[0], all_m[0], x[all_m[0]]["bf16"], dense, 1e-2)
+            checked(rows[0], all_m[0], x[all_m[0]]["bf16"], dense, 1e-2)
 
             # Packed as bitsandbytes packs the weights of a layer: the first from what quantize_4bit makes, the others are
             # any bytes.
@@ -269,8 +270,8 @@ def main():
                 return lambda i: bitsandbytes.matmul_4bit(
                     x[m]["bf16"], some if i == 0 else codes(i % count), quant_state=states[i % count])
 
-            rows.append(Row("bitsandbytes " + bitsandbytes.__version__, {m: call_of(m) for m in all_m}))
-            check(rows[-1], all_m[0], x[all_m[0]]["bf16"], dense, 2e-2)
+            row = Row("bitsandbytes " + bitsandbytes.__version__, {m: call_of(m) for m in all_m})
+            rows.append(checked(row, all_m[0], x[all_m[0]]["bf16"], dense, 2e-2))
         except (ImportError, AttributeError, RuntimeError) as error:
             skip("bitsandbytes", error)
         show("nf4 g64", rows, read)
@@ -285,7 +286,7 @@ def main():
         rows, read = ours(spec, scales, kinds)
         dense = (integers.float() - 8) * scales.float().repeat_interleave(group, 1)
         for row, (dtype, math) in zip(rows, kinds):
-            check(row, all_m[0], x[all_m[0]][dtype], dense, 1e-2 if math == "auto" else 2e-2)
+            checked(row, all_m[0], x[all_m[0]][dtype], dense, 1e-2 if math == "auto" else 2e-2)
         try:
             import onnx
             import onnxruntime
@@ -337,8 +338,8 @@ def main():
                     return call
 
                 name = f"onnxruntime {onnxruntime.__version__} " + ("level unset" if level is None else f"level {level}")
-                rows.append(Row(name, {m: call_of(m) for m in all_m}, NODES))
-                check(rows[-1], all_m[0], x[all_m[0]]["f32"], dense, 2e-2)
+                row = Row(name, {m: call_of(m) for m in all_m}, NODES)
+                rows.append(checked(row, all_m[0], x[all_m[0]]["f32"], dense, 2e-2))
         except (ImportError, RuntimeError) as error:
             skip("onnxruntime", error)
         try:
@@ -350,8 +351,8 @@ def main():
                 return lambda i: torch._weight_int4pack_mm_for_cpu(
                     x[m]["bf16"], packed if i == 0 else codes(i % count).view(packed.shape), group, parameters[i % count])
 
-            rows.append(Row("torch int4pack " + torch.__version__, {m: call_of(m) for m in all_m}))
-            check(rows[-1], all_m[0], x[all_m[0]]["bf16"], dense, 2e-2)
+            row = Row("torch int4pack " + torch.__version__, {m: call_of(m) for m in all_m})
+            rows.append(checked(row, all_m[0], x[all_m[0]]["bf16"], dense, 2e-2))
         except (AttributeError, RuntimeError) as error:
             skip("torch int4pack", error)
         show("int4 g128", rows, read)

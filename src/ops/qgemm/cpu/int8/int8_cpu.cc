@@ -464,7 +464,7 @@ class Int8Product {
         units_(ceil_div(problem.k, kCols)),
         strips_(ceil_div(problem.n, kRows)),
         few_(is_few(problem)),
-        tiles_(kUnsigned && !few_ ? int8_tiles() : nullptr),
+        tiles_(kUnsigned && problem.m > kPanel ? int8_tiles() : nullptr),
         places_(static_cast<UnitPlace*>(workspace)),
         parameters_(problem, tensors, places_) {
     x_.rows = 0;
