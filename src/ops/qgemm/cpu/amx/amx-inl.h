@@ -99,7 +99,7 @@ class AmxKernel : public QgemmKernel {
         blocks_(problem, num_threads_),
         units_per_group_(problem.weight.groups == 1 ? blocks_.units
                                                     : problem.weight.group / formats::kUnitCols),
-        few_rows_(!problem.transposed && problem.m <= kTileLines && !has_short_groups()),
+        few_rows_(!problem.transposed && blocks_.m_tiles <= kFewTiles && !has_short_groups()),
         order_(problem.codec.bits) {
     for (int column = 0; column < 32; ++column)
       for (int tile = 0; tile < 2; ++tile)
@@ -129,12 +129,15 @@ class AmxKernel : public QgemmKernel {
     if (few_rows_) {
       if (problem_.weight.has_biases)
         parallel_for(problem_.weight.groups, 16, threads, [&](int64_t first, int64_t last, int) {
-          for (int64_t group = first; group < last; ++group) sum_group(x, group, x_sums + group * 16);
+          for (int64_t group = first; group < last; ++group)
+            for (int64_t m = 0; m < blocks_.m_tiles; ++m)
+              sum_group(x, group, m, sums_of_group(x_sums, group, m));
         });
       // Runs of strips, which lie one behind the other: fewer starts without anything in the cache.
       const int64_t grain = std::max<int64_t>(1, problem_.weight.strips / (8 * num_threads_));
       parallel_for(problem_.weight.strips, grain, threads, [&](int64_t first, int64_t last, int) {
-        multiply_few_rows(tensors, x, x_sums, first, last);
+        blocks_.m_tiles == 1 ? multiply_few_rows<1>(tensors, x, x_sums, first, last)
+                             : multiply_few_rows<2>(tensors, x, x_sums, first, last);
       });
       return;
     }
@@ -149,6 +152,7 @@ class AmxKernel : public QgemmKernel {
   }
 
  private:
+  static constexpr int kFewTiles = 2;  // of rows of x: sums of more take more tiles than there are
   static constexpr int kQuarter = kTileLines / 4;  // lines of a unit that are decoded between products
   static constexpr int64_t kPrefetchBytes = 4096, kPrefetchStrips = 4;  // ahead of the decoder
 
@@ -159,7 +163,7 @@ class AmxKernel : public QgemmKernel {
     return blocks_.chunks * blocks_.m_tiles * blocks_.chunk_tiles * int64_t{sizeof(Bf16Tile)};
   }
   int64_t x_sums_bytes() const {
-    return few_rows_ && problem_.weight.has_biases ? problem_.weight.groups * 64 : 0;
+    return few_rows_ && problem_.weight.has_biases ? problem_.weight.groups * blocks_.m_tiles * 64 : 0;
   }
   // Of a thread: pairs of decoded tiles of two chunks; f32 tiles.
   int64_t buffer_tiles() const { return blocks_.task_pairs * blocks_.chunk_tiles * 2; }
@@ -205,12 +209,16 @@ class AmxKernel : public QgemmKernel {
     for (int j = 0; j < 2; ++j)
       for (int line = 0; line < kTileLines; ++line) _mm512_store_si512(to[j].lines[line], pairs[j][line]);
   }
+  template <class Float>
+  Float* sums_of_group(Float* x_sums, int64_t group, int64_t m_tile) const {
+    return x_sums + (group * blocks_.m_tiles + m_tile) * kTileLines;
+  }
   // Sums of x over the columns of a group, for each of 16 rows.
-  HALFBYTE_AVX512 void sum_group(const Bf16Tile* x, int64_t group, float* sums) const {
+  HALFBYTE_AVX512 void sum_group(const Bf16Tile* x, int64_t group, int64_t m_tile, float* sums) const {
     const int64_t begin = group * units_per_group_, end = std::min(begin + units_per_group_, blocks_.units);
     __m512 sum = _mm512_setzero_ps();
-    for (const Bf16Tile* tile = x + 2 * begin; tile < x + 2 * end; ++tile)
-      for (const auto& line : tile->lines) {
+    for (int64_t tile = 2 * begin; tile < 2 * end; ++tile)
+      for (const auto& line : x[blocks_.x_tile(m_tile, tile)].lines) {
         const __m512i pairs = _mm512_load_si512(line);
         sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
         sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))));
@@ -251,8 +259,9 @@ class AmxKernel : public QgemmKernel {
       }
   }
 
-  // ---- 2. Forward, one tile of rows: the sums of each group are multiplied with its scales
+  // ---- 2. Forward, one or two tiles of rows: the sums of each group are multiplied with its scales
 
+  template <int kMTiles>
   HALFBYTE_AVX512 void multiply_few_rows(const QgemmTensors& tensors, const Bf16Tile* x, const float* x_sums,
                                          int64_t first_strip, int64_t last_strip) const {
     Tiles tiles;
@@ -263,8 +272,8 @@ class AmxKernel : public QgemmKernel {
     decoder.select(first_strip, 0);
     decoder.template decode<false>(0, kTileLines, weights[0][0], weights[0][1]);
     for (int64_t strip = first_strip; strip < last_strip; ++strip) {
-      F32Tile totals[2] = {};
-      F32Tile sums[2][2];  // [group % 2][i]; added a group later, when they have arrived
+      F32Tile totals[kMTiles][2] = {};
+      F32Tile sums[2][kMTiles][2];  // [group % 2][m tile][i]; added a group later, when they have arrived
       int64_t group = 0, unit_of_group = 0;
       for (int64_t unit = 0; unit < blocks_.units; ++unit, now ^= 1) {
         const bool is_last = unit + 1 == blocks_.units;
@@ -274,58 +283,76 @@ class AmxKernel : public QgemmKernel {
           decoder.template decode<false>(0, kTileLines, weights[now ^ 1][0], weights[now ^ 1][1]);
         }
         const bool begins = unit_of_group == 0, ends = ++unit_of_group == units_per_group_ || is_last;
-        if (group % 2 == 0)
-          multiply_unit<0>(tiles, x + 2 * unit, weights[now], begins, ends, sums[0]);
+        if constexpr (kMTiles == 2)
+          multiply_unit<2, 0, 5>(tiles, x, unit, weights[now], begins, ends, sums[group % 2]);
+        else if (group % 2 == 0)
+          multiply_unit<1, 0>(tiles, x, unit, weights[now], begins, ends, sums[0]);
         else
-          multiply_unit<5>(tiles, x + 2 * unit, weights[now], begins, ends, sums[1]);
+          multiply_unit<1, 5>(tiles, x, unit, weights[now], begins, ends, sums[1]);
         if (!ends) continue;
         if (group > 0)
-          add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
+          add_group<kMTiles>(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
         ++group;
         unit_of_group = 0;
       }
-      add_group(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
-      store(tensors, totals, 0, strip);
+      add_group<kMTiles>(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
+      for (int m = 0; m < kMTiles; ++m) store(tensors, totals[m], m, strip);
     }
   }
 
-  // In tiles kSums and the next one. Groups have them in turn, so that one need not wait for the one before
-  // it.
-  template <int kSums>
-  static void multiply_unit(Tiles& tiles, const Bf16Tile* x, const Bf16Tile (&weights)[2][2], bool begins,
-                            bool ends, F32Tile (&sums)[2]) {
+  // In tiles kSums and the next one, and kSecond and the next one for the second tile of x. With one tile of
+  // x, groups have them in turn, so that one need not wait for the one before it.
+  template <int kMTiles, int kSums, int kSecond = kSums>
+  void multiply_unit(Tiles& tiles, const Bf16Tile* x, int64_t unit, const Bf16Tile (&weights)[2][2],
+                     bool begins, bool ends, F32Tile (&sums)[kMTiles][2]) const {
     if (begins) {
       tiles.template zero<kSums>();
       tiles.template zero<kSums + 1>();
+      if constexpr (kMTiles == 2) {
+        tiles.template zero<kSecond>();
+        tiles.template zero<kSecond + 1>();
+      }
     }
     for (int j = 0; j < 2; ++j) {
-      tiles.template load<2>(x[j]);
+      tiles.template load<2>(x[blocks_.x_tile(0, 2 * unit + j)]);
       tiles.template load<3>(weights[j][0]);
       tiles.template load<4>(weights[j][1]);
       tiles.template multiply<kSums, 3, 2>();
       tiles.template multiply<kSums + 1, 4, 2>();
+      if constexpr (kMTiles == 2) {
+        tiles.template load<7>(x[blocks_.x_tile(1, 2 * unit + j)]);
+        tiles.template multiply<kSecond, 3, 7>();
+        tiles.template multiply<kSecond + 1, 4, 7>();
+      }
     }
     if (!ends) return;
-    tiles.template store<kSums>(sums[0]);
-    tiles.template store<kSums + 1>(sums[1]);
+    tiles.template store<kSums>(sums[0][0]);
+    tiles.template store<kSums + 1>(sums[0][1]);
+    if constexpr (kMTiles == 2) {
+      tiles.template store<kSecond>(sums[1][0]);
+      tiles.template store<kSecond + 1>(sums[1][1]);
+    }
   }
 
+  template <int kMTiles>
   HALFBYTE_AVX512 void add_group(const QgemmTensors& tensors, int64_t strip, int64_t group,
-                                 const F32Tile (&sums)[2], const float* x_sums, F32Tile (&totals)[2],
-                                 GroupParameters& parameters) const {
+                                 const F32Tile (&sums)[kMTiles][2], const float* x_sums,
+                                 F32Tile (&totals)[kMTiles][2], GroupParameters& parameters) const {
     parameters.load(problem_, tensors, strip, group);
-    const __m512 x_sum =
-        problem_.weight.has_biases ? _mm512_load_ps(x_sums + group * 16) : _mm512_setzero_ps();
-    for (int i = 0; i < 2; ++i)
-      for (int line = 0; line < kTileLines; ++line) {
-        const int row = i * kTileLines + line;
-        __m512 total =
-            _mm512_fmadd_ps(_mm512_load_ps(sums[i].lines[line]), _mm512_set1_ps(parameters.scales[row]),
-                            _mm512_load_ps(totals[i].lines[line]));
-        if (problem_.weight.has_biases)
-          total = _mm512_fmadd_ps(x_sum, _mm512_set1_ps(parameters.biases[row]), total);
-        _mm512_store_ps(totals[i].lines[line], total);
-      }
+    for (int m = 0; m < kMTiles; ++m) {
+      const __m512 x_sum =
+          problem_.weight.has_biases ? _mm512_load_ps(sums_of_group(x_sums, group, m)) : _mm512_setzero_ps();
+      for (int i = 0; i < 2; ++i)
+        for (int line = 0; line < kTileLines; ++line) {
+          const int row = i * kTileLines + line;
+          __m512 total =
+              _mm512_fmadd_ps(_mm512_load_ps(sums[m][i].lines[line]), _mm512_set1_ps(parameters.scales[row]),
+                              _mm512_load_ps(totals[m][i].lines[line]));
+          if (problem_.weight.has_biases)
+            total = _mm512_fmadd_ps(x_sum, _mm512_set1_ps(parameters.biases[row]), total);
+          _mm512_store_ps(totals[m][i].lines[line], total);
+        }
+    }
   }
 
   // ---- 3. Blocks of the output, by decoded weights

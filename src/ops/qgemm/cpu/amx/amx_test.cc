@@ -239,6 +239,18 @@ TEST_P(QgemmAmx, IntegersAreExact) {
     check_product(random_descriptor(random), random(), testing::QgemmData::integers);
 }
 
+// Forward, the codes of few rows are rounded alone.
+TEST_P(QgemmAmx, OneAndTwoTilesOfRows) {
+  std::mt19937_64 random(GetParam() + 200);
+  for (const int64_t m : {15, 16, 17, 25, 32, 33}) {
+    QgemmDescriptor d;
+    do d = random_descriptor(random);
+    while (d.transposed);
+    d.m = m;
+    check_product(d, random());
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(, QgemmAmx, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
                          [](const auto& info) {
                            return testing::short_text(testing::qgemm_formats()[info.param]);
