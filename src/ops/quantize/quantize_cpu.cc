@@ -475,41 +475,64 @@ HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_
 
 // ---- Floating formats -------------------------------------------------------------------------
 
-// E4M3 of x / scale, saturated, one a byte; n rounded up to whole vectors.
+// E4M3 of x / scale, saturated, one a byte; n rounded up to whole vectors. The quotient is that of a
+// division.
 template <class Type>
-HWY_INLINE void floating_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
-                               typename Type::Compute scale, uint8_t* HWY_RESTRICT codes) {
+HWY_INLINE void divided_e4m3_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
+                                   typename Type::Compute scale, uint8_t* HWY_RESTRICT codes) {
   using F = typename Type::Compute;
   const hn::ScalableTag<F> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
-  const auto s = hn::Set(d, scale);
-  const auto most = hn::Set(d, static_cast<F>(formats::kMaxE4m3)),
-             least = hn::Set(d, static_cast<F>(-formats::kMaxE4m3));
+  const auto most = hn::Set(d, static_cast<F>(formats::kMaxE4m3));
+  HWY_ALIGN F quotients[HWY_MAX_BYTES / sizeof(F)];
   for (int64_t i = 0; i < n; i += N) {
-    const auto y = hn::Min(most, hn::Max(least, hn::Div(Type::load(d, x + i), s)));
-    if constexpr (sizeof(F) == 4) {  // as formats::f32_to_e4m3
-      const hn::RebindToSigned<decltype(d)> di;
-      const hn::Rebind<uint8_t, decltype(d)> d8;
-      const auto bits = hn::BitCast(di, y), magnitude = hn::And(bits, hn::Set(di, 0x7FFFFFFF));
-      const auto sign = hn::And(hn::ShiftRight<24>(bits), hn::Set(di, 0x80));
-      const auto odd = hn::And(hn::ShiftRight<20>(magnitude), hn::Set(di, 1));
-      const auto normal =
-          hn::ShiftRight<20>(hn::Add(magnitude, hn::Add(odd, hn::Set(di, 0x7FFFF - 0x3C000000))));
-      const auto shifted = hn::BitCast(di, hn::Add(hn::BitCast(d, magnitude), hn::Set(d, 16384.0f)));
-      const auto subnormal = hn::Sub(shifted, hn::Set(di, 0x46800000));
-      const auto is_small = hn::Lt(magnitude, hn::Set(di, 0x3C800000));
-      const auto code = hn::Or(sign, hn::IfThenElse(is_small, subnormal, normal));
-      hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);
-    } else {
-      HWY_ALIGN double out[HWY_MAX_BYTES / sizeof(double)];
-      hn::Store(y, d, out);
-      for (int64_t j = 0; j < N; ++j) codes[i + j] = formats::to_e4m3(out[j]);
-    }
+    const auto quotient = hn::Div(Type::load(d, x + i), hn::Set(d, scale));
+    hn::Store(hn::Min(most, hn::Max(hn::Neg(most), quotient)), d, quotients);
+    for (int64_t j = 0; j < N; ++j) codes[i + j] = formats::to_e4m3(quotients[j]);
   }
 }
 
-// Whether the corrections of scaled_codes (and the f32 tables) are exact for |x| <= absmax: the residual
+// The same by the correctly rounded quotient, as in scaled_codes, within the range of that
+// (quotient_is_exact). Smaller ones than half of the least value are none, but round to 0 as well; its sign
+// is that of x.
+template <class Type>
+HWY_INLINE void e4m3_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n, float scale,
+                           float reciprocal, uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto s = hn::Set(d, scale), r = hn::Set(d, reciprocal), most = hn::Set(d, formats::kMaxE4m3);
+  const auto code_of = [&](int64_t i) HWY_ATTR {
+    const auto v = Type::load(d, x + i);
+    auto q = hn::Mul(v, r);
+    q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+    const auto y = hn::Min(hn::Abs(q), most);
+    // Adding 2^20 times its power of two, 2^-6 for smaller ones, leaves the digits that a code has, to the
+    // nearest.
+    const auto power =
+        hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), hn::Set(di, (127 - 6) << 23));
+    const auto shift = hn::Add(power, hn::Set(di, 20 << 23));
+    const auto digits = hn::Sub(hn::BitCast(di, hn::Add(y, hn::BitCast(d, shift))), shift);
+    const auto exponent = hn::Sub(hn::ShiftRight<20>(power), hn::Set(di, (127 - 6) << 3));
+    const auto sign = hn::And(hn::ShiftRight<24>(hn::BitCast(di, v)), hn::Set(di, 0x80));
+    return hn::Or(hn::Add(exponent, digits), sign);
+  };
+  int64_t i = 0;
+#if HALFBYTE_PACKS_BYTES
+  for (; i + 4 * N <= n; i += 4 * N)
+    store_bytes(code_of(i), code_of(i + N), code_of(i + 2 * N), code_of(i + 3 * N), 0, 255, codes + i);
+#endif
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  for (; i < n; i += N) hn::StoreU(hn::DemoteTo(d8, code_of(i)), d8, codes + i);
+}
+
+// Whether the corrections of scaled_codes and e4m3_codes are exact for |x - bias| <= largest: the residual
 // must not underflow where it matters, nor the quotient overflow.
+inline bool quotient_is_exact(double scale, double largest) {
+  return scale > 0x1p-90 && scale < 0x1p100 && largest < scale * 0x1p20;
+}
+
+// Whether groups of |x| <= absmax are for the loops above.
 template <class F>
 bool in_fast_range(const formats::GroupParams<F>& params, double absmax, formats::Kind kind) {
   const double scale = formats::abs(static_cast<double>(params.code_scale));
@@ -518,7 +541,7 @@ bool in_fast_range(const formats::GroupParams<F>& params, double absmax, formats
     return false;
   if (kind == formats::Kind::table || kind == formats::Kind::floating || sizeof(F) == 8)
     return scale > 0 && largest < 0x1p1020;
-  return scale > 0x1p-90 && scale < 0x1p100 && largest < scale * 0x1p20;
+  return quotient_is_exact(scale, largest);
 }
 
 // ---- Packing ----------------------------------------------------------------------------------
@@ -806,7 +829,9 @@ class SpanQuantizer {
       }
       const bool fast = finite && in_fast_range(params, absmax(range), codec_.kind);
       if constexpr (sizeof(F) == 4)
-        by_rounding_ = fast && is_e2m1_ && has_exact_e2m1<Type>(params.code_scale, absmax(range));
+        by_rounding_ = fast && (is_e2m1_ ? has_exact_e2m1<Type>(params.code_scale, absmax(range))
+                                         : codec_.kind == formats::Kind::floating &&
+                                               quotient_is_exact(params.code_scale, absmax(range)));
       for (int64_t i = begin; i < begin + n; i += kCodes)
         encode(i, std::min(kCodes, begin + n - i), params, fast);
       begin += n;
@@ -878,7 +903,7 @@ class SpanQuantizer {
     hn::Store(most, d, batch.max);
     const int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     if (!batch.find(problem_, group, is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f)) return begin;
-    by_rounding_ = is_e2m1_;
+    by_rounding_ = is_e2m1_ || codec_.kind == formats::Kind::floating;
     if (n % count == 0 && count * n <= kCodes) {  // a vector has as many lanes as a batch has groups
       if (num_codes_ + count * n > kCodes + 8) flush();
       uint8_t* const codes = codes_ + num_codes_;
@@ -950,7 +975,9 @@ class SpanQuantizer {
       case formats::Kind::affine:
         return scaled_codes<Type, true>(x, n, scale, reciprocal, params.code_bias, 0, codec_.levels(), codes);
       case formats::Kind::floating:
-        return floating_codes<Type>(x, n, scale, codes);
+        if constexpr (sizeof(F) == 4)
+          if (by_rounding_) return e4m3_codes<Type>(x, n, scale, reciprocal, codes);
+        return divided_e4m3_codes<Type>(x, n, scale, codes);
     }
   }
 
@@ -983,8 +1010,8 @@ class SpanQuantizer {
           scaled_codes<Type, true>(own, n, scale, reciprocal, batch.code_bias[i], 0, codec_.levels(), to);
         });
       case formats::Kind::floating:
-        return each([&](const Memory* own, float scale, float, int64_t, Codes to)
-                        HWY_ATTR { floating_codes<Type>(own, n, scale, to); });
+        return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to)
+                        HWY_ATTR { e4m3_codes<Type>(own, n, scale, reciprocal, to); });
     }
   }
 
@@ -1022,7 +1049,7 @@ class SpanQuantizer {
   const formats::Codec& codec_;
   const QuantizeSpan span_;
   const bool is_e2m1_ = codec_.book == formats::books::fp4_e2m1;
-  bool by_rounding_ = false;           // of the group: e2m1_codes
+  bool by_rounding_ = false;           // of the group: e2m1_codes, e4m3_codes
   std::optional<TableBounds> bounds_;  // where none are prepared
   const Memory* x_;                    // the row
   uint8_t* out_;                       // codes of the row
