@@ -32,6 +32,13 @@ stage_build() {  # everything compiles, benchmarks and GPU tests too, within the
   python3 tools/build_times.py build/release cmake --build --preset ci
 }
 
+stage_hostile() {  # files that attack the tool, and calls of the system that fail
+  install_packages "${packages[@]}" "${python_packages[@]}"
+  configure
+  cmake --build --preset ci --target halfbyte_cli halfbyte_campaign
+  run_ctest hostile
+}
+
 stage_examples() {  # the installed package: examples, pkg-config, the llama program
   install_packages "${packages[@]}" "${python_packages[@]}"
   configure
