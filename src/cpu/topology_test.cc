@@ -2,6 +2,7 @@
 #include "cpu/topology.h"
 
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
 #include <array>
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 
 #include "cpu/parallel.h"
@@ -19,7 +21,9 @@ namespace {
 // What the system says of its nodes, in files.
 class Nodes : public ::testing::Test {
  protected:
-  Nodes() { std::filesystem::remove_all(root_); }
+  Nodes() {
+    if (::mkdtemp(root_.data()) == nullptr) throw std::runtime_error("mkdtemp " + root_);
+  }
   ~Nodes() override { std::filesystem::remove_all(root_); }
   void add(const std::string& name, const std::string& cpulist) {
     std::filesystem::create_directories(root_ + "/" + name);
@@ -30,7 +34,7 @@ class Nodes : public ::testing::Test {
     std::iota(cpus.begin(), cpus.end(), 0);
     return Topology::read(root_, cpus);
   }
-  std::string root_ = ::testing::TempDir() + "halfbyte-nodes";
+  std::string root_ = ::testing::TempDir() + "halfbyte-nodes-XXXXXX";
 };
 
 TEST_F(Nodes, AreThoseOfTheUsableCpus) {
@@ -47,7 +51,8 @@ TEST_F(Nodes, AreThoseOfTheUsableCpus) {
 }
 
 TEST_F(Nodes, AreOneWhereTheSystemSaysNothingOfUse) {
-  EXPECT_EQ(read(5).num_cpus, std::vector{5});  // no such directory
+  EXPECT_EQ(read(5).num_cpus, std::vector{5});  // nothing
+  EXPECT_EQ(Topology::read(root_ + "/none", std::array{0, 1}).num_cpus, std::vector{2});
   EXPECT_EQ(read(0).num_cpus, std::vector{1});
   add("node0", "nonsense");
   add("nodes", "0-3");
