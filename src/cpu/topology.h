@@ -8,8 +8,8 @@
 namespace halfbyte {
 
 struct Topology {
-  std::vector<int>
-      num_cpus;  // of each node, those that this process may use; at least one node, each with some
+  // Of each node, those that this process may use. At least one node, and one CPU of each.
+  std::vector<int> num_cpus;
   std::vector<int> node_of_cpu;  // by the system's numbers; nodes count as in num_cpus, 0 for other CPUs
   int (*cpu)();                  // the number of the CPU that the calling thread runs on
 

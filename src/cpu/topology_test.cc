@@ -99,6 +99,27 @@ bool wait_for(const Done& done) {
   return true;
 }
 
+// Fewer threads than nodes, nodes of any size, and threads that come from any of them.
+TEST(UnevenNodes, ItemsAreDoneOnceByExclusiveWorkers) {
+  static std::atomic<int> asked;
+  for (const std::vector<int>& num_cpus : {std::vector{1, 7, 2}, {64, 64}, {1, 1, 1, 1, 1}, {3, 1000}}) {
+    Topology machine{num_cpus, {}, [] { return asked++ * 7 % 16; }};
+    for (int i = 0; i < 16; ++i) machine.node_of_cpu.push_back(i % static_cast<int>(num_cpus.size()));
+    set_topology(&machine);
+    for (const int threads : {2, 3, 5, 16})
+      for (const int64_t n : {1, 2, 3, 7, 300}) {
+        std::vector<std::atomic<int>> seen(static_cast<size_t>(n)), busy(static_cast<size_t>(threads));
+        parallel_for(n, 1, threads, [&](int64_t begin, int64_t, int worker) {
+          EXPECT_EQ(busy[static_cast<size_t>(worker)]++, 0);
+          ++seen[static_cast<size_t>(begin)];
+          --busy[static_cast<size_t>(worker)];
+        });
+        for (const std::atomic<int>& count : seen) EXPECT_EQ(count, 1) << threads << " " << n;
+      }
+    set_topology(nullptr);
+  }
+}
+
 // Whatever thread comes when, a node has the same half of the work in every call.
 TEST_F(TwoNodes, EachHasTheSamePartInEveryCall) {
   for (const std::array<int, 4>& cpus : {std::array{0, 1, 2, 3}, {2, 0, 3, 1}, {3, 2, 1, 0}, {1, 3, 3, 0}}) {

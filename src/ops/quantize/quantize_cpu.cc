@@ -8,7 +8,7 @@
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
 //                    four compares walk the sorted T, or one does with that of the bin that x lies in.
 //                    fp4_e2m1: the quotient, rounded as a float
-//   floating         the quotient, rounded in the integer domain of its bits
+//   floating         the same quotient, rounded as a float
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
 #define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
 #include <algorithm>
@@ -344,6 +344,13 @@ HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t
 #endif
 }
 
+// v / s, correctly rounded; r: 1 / s. Exact within limits, see quotient_is_exact and has_exact_e2m1.
+template <class V>
+HWY_INLINE V quotient(V v, V s, V r) {
+  const V q = hn::Mul(v, r);
+  return hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+}
+
 // Codes of fp4_e2m1 for n elements (rounded up to whole vectors), one a byte: the correctly rounded quotient,
 // as in scaled_codes, rounded as formats::nearest_e2m1 does it. No tables, which cost groups of 16 most of
 // their time.
@@ -357,8 +364,7 @@ HWY_INLINE void e2m1_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t 
   const auto one = hn::Set(di, 0x3F800000);
   for (int64_t i = 0, N = static_cast<int64_t>(hn::Lanes(d)); i < n; i += N) {
     const auto v = Type::load(d, x + i);
-    auto q = hn::Mul(v, r);
-    q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+    const auto q = quotient(v, s, r);
     const auto y = hn::Min(hn::Abs(q), most);
     const auto power = hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), one);
     const auto shift = hn::BitCast(d, hn::Add(power, hn::Set(di, 22 << 23)));
@@ -445,22 +451,20 @@ HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_
     const hn::RebindToSigned<decltype(d)> di;
     const hn::Rebind<uint8_t, decltype(d)> d8;
     const auto r = hn::Set(d, reciprocal);
-    const auto quotient = [&](int64_t i) HWY_ATTR {  // correctly rounded
+    const auto scaled = [&](int64_t i) HWY_ATTR {
       auto v = Type::load(d, x + i);
       if constexpr (kBias) v = hn::Sub(v, b);
-      const auto q = hn::Mul(v, r);
-      return hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+      return quotient(v, s, r);
     };
     int64_t i = 0;
 #if HALFBYTE_PACKS_BYTES
     for (; i + 4 * N <= n; i += 4 * N)
-      store_bytes(hn::NearestInt(quotient(i)), hn::NearestInt(quotient(i + N)),
-                  hn::NearestInt(quotient(i + 2 * N)), hn::NearestInt(quotient(i + 3 * N)), low, high - low,
-                  codes + i);
+      store_bytes(hn::NearestInt(scaled(i)), hn::NearestInt(scaled(i + N)), hn::NearestInt(scaled(i + 2 * N)),
+                  hn::NearestInt(scaled(i + 3 * N)), low, high - low, codes + i);
 #endif
     const auto offset = hn::Set(di, low);
     for (; i < n; i += N) {
-      const auto code = hn::Sub(hn::NearestInt(hn::Min(hi, hn::Max(lo, quotient(i)))), offset);
+      const auto code = hn::Sub(hn::NearestInt(hn::Min(hi, hn::Max(lo, scaled(i)))), offset);
       hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);
     }
   } else {
@@ -504,8 +508,7 @@ HWY_INLINE void e4m3_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t 
   const auto s = hn::Set(d, scale), r = hn::Set(d, reciprocal), most = hn::Set(d, formats::kMaxE4m3);
   const auto code_of = [&](int64_t i) HWY_ATTR {
     const auto v = Type::load(d, x + i);
-    auto q = hn::Mul(v, r);
-    q = hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
+    const auto q = quotient(v, s, r);
     const auto y = hn::Min(hn::Abs(q), most);
     // Adding 2^20 times its power of two, 2^-6 for smaller ones, leaves the digits that a code has, to the
     // nearest.

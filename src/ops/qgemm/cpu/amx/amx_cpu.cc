@@ -3,6 +3,7 @@
 
 #ifdef __x86_64__
 #include "cpu/features.h"
+#include "cpu/tile_registers.h"
 #include "ops/qgemm/cpu/amx/amx-inl.h"
 #endif
 
@@ -14,12 +15,11 @@ constexpr const char* kNoTiles =
 
 #ifdef __x86_64__
 
-// The tile registers of the processor, for as long as the object lives. By assembly that says what memory it
-// reads: the intrinsics of GCC 12 do not, so that it would move or drop what is written there before.
+// The tile registers of the processor, for as long as the object lives.
 class AmxTiles {
  public:
-  AmxTiles() { asm volatile("ldtilecfg %0" ::"m"(kConfig)); }
-  ~AmxTiles() { asm volatile("tilerelease"); }
+  AmxTiles() { configure_tiles(); }
+  ~AmxTiles() { release_tiles(); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
 
@@ -43,13 +43,6 @@ class AmxTiles {
 
  private:
   static constexpr int64_t kLineBytes = 64;
-  struct alignas(64) Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t line_bytes[16];
-    uint8_t lines[16];
-  };
-  static constexpr Config kConfig = {
-      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 };
 
 std::string refuse(const QgemmProblem& problem) {

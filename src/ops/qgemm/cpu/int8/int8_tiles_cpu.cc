@@ -1,6 +1,9 @@
 #include "ops/qgemm/cpu/int8/int8_tiles.h"
 
 #include "cpu/features.h"
+#ifdef __x86_64__
+#include "cpu/tile_registers.h"
+#endif
 
 namespace halfbyte {
 namespace {
@@ -9,17 +12,9 @@ namespace {
 
 constexpr int64_t kWeightLine = 128, kXLine = 64, kSumLine = 128;  // bytes
 
-struct alignas(64) Config {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t line_bytes[16];
-  uint8_t lines[16];
-};
-constexpr Config kConfig = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-
-// Tiles 0 and 1: sums; 2: x; 4 and 5: the weight. By assembly that says what memory it reads and writes, as
-// in cpu/amx/amx_cpu.cc.
+// Tiles 0 and 1: sums; 2: x; 4 and 5: the weight.
 constexpr Int8Tiles kMachine = {
-    [] { asm volatile("ldtilecfg %0" ::"m"(kConfig)); }, [] { asm volatile("tilerelease"); },
+    configure_tiles, release_tiles,
     [](const uint8_t* weight) {
       asm volatile("tileloadd (%0,%1,1), %%tmm4\n\ttileloadd 64(%0,%1,1), %%tmm5" ::"r"(weight),
                    "r"(kWeightLine), "m"(*reinterpret_cast<const uint8_t(*)[16 * kWeightLine]>(weight)));
