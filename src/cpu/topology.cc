@@ -4,9 +4,8 @@
 
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
 #include <fstream>
-#include <map>
+#include <string>
 #include <string_view>
 #include <system_error>
 
@@ -37,6 +36,14 @@ std::vector<int> parse_list(std::string_view text) {
   return numbers;
 }
 
+// Of a file. Not by std::filesystem: to go through a directory ends the process where there is no memory.
+std::vector<int> read_list(const std::string& path) {
+  std::ifstream file(path);
+  std::string text;
+  std::getline(file, text);
+  return parse_list(text);
+}
+
 // CPUs that this process may use, as many as the kernel knows.
 std::vector<int> usable_cpus() {
   std::vector<int> cpus;
@@ -65,29 +72,17 @@ int Topology::node() const {
 }
 
 Topology Topology::read(const std::string& root, std::span<const int> cpus) {
-  std::map<int, std::vector<int>> nodes;  // by the system's numbers
-  std::error_code error;
-  for (auto entry = std::filesystem::directory_iterator(root, error);
-       !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-    const std::string name = entry->path().filename();
-    int number = 0;
-    if (!name.starts_with("node") ||
-        std::from_chars(name.data() + 4, name.data() + name.size(), number).ec != std::errc{})
-      continue;
-    std::ifstream file(entry->path() / "cpulist");
-    std::string text;
-    std::getline(file, text);
-    for (const int cpu : parse_list(text))
-      if (std::ranges::find(cpus, cpu) != cpus.end()) nodes[number].push_back(cpu);
-  }
   Topology topology{{}, {}, ::sched_getcpu};
-  for (const auto& [number, own] : nodes) {
-    for (const int cpu : own) {
+  for (const int node : read_list(root + "/online")) {
+    int num_cpus = 0;
+    for (const int cpu : read_list(root + "/node" + std::to_string(node) + "/cpulist")) {
+      if (std::ranges::find(cpus, cpu) == cpus.end()) continue;
       const auto index = static_cast<size_t>(cpu);
       if (index >= topology.node_of_cpu.size()) topology.node_of_cpu.resize(index + 1);
       topology.node_of_cpu[index] = static_cast<int>(topology.num_cpus.size());
+      ++num_cpus;
     }
-    topology.num_cpus.push_back(static_cast<int>(own.size()));
+    if (num_cpus > 0) topology.num_cpus.push_back(num_cpus);
   }
   if (topology.num_cpus.empty()) topology.num_cpus.push_back(std::max(1, static_cast<int>(cpus.size())));
   return topology;

@@ -29,6 +29,7 @@ class Nodes : public ::testing::Test {
     std::filesystem::create_directories(root_ + "/" + name);
     std::ofstream(root_ + "/" + name + "/cpulist") << cpulist << '\n';
   }
+  void set_online(const std::string& nodes) { std::ofstream(root_ + "/online") << nodes << '\n'; }
   Topology read(int num_cpus) const {
     std::vector<int> cpus(static_cast<size_t>(num_cpus));
     std::iota(cpus.begin(), cpus.end(), 0);
@@ -42,12 +43,14 @@ TEST_F(Nodes, AreThoseOfTheUsableCpus) {
   add("node1", "");  // memory alone
   add("node10", "3,5");
   add("node2", "4,8-11");
-  add("possible", "0-11");
+  set_online("0-2,10");
   const Topology all = read(12);
   EXPECT_EQ(all.num_cpus, (std::vector{5, 5, 2}));
   EXPECT_EQ(all.node_of_cpu, (std::vector{0, 0, 0, 2, 1, 2, 0, 0, 1, 1, 1, 1}));
   EXPECT_EQ(read(4).num_cpus, (std::vector{3, 1}));  // of node0 and node10
   EXPECT_EQ(read(3).num_cpus, std::vector{3});
+  set_online("0,2");
+  EXPECT_EQ(read(12).num_cpus, (std::vector{5, 5}));
 }
 
 TEST_F(Nodes, AreOneWhereTheSystemSaysNothingOfUse) {
@@ -55,8 +58,11 @@ TEST_F(Nodes, AreOneWhereTheSystemSaysNothingOfUse) {
   EXPECT_EQ(Topology::read(root_ + "/none", std::array{0, 1}).num_cpus, std::vector{2});
   EXPECT_EQ(read(0).num_cpus, std::vector{1});
   add("node0", "nonsense");
-  add("nodes", "0-3");
   add("node1", "7-99999999999");
+  set_online("0-3");
+  EXPECT_EQ(read(5).num_cpus, std::vector{5});
+  set_online("nonsense");
+  add("node2", "0-1");
   EXPECT_EQ(read(5).num_cpus, std::vector{5});
 }
 
