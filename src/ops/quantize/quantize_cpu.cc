@@ -40,12 +40,12 @@ namespace halfbyte::HWY_NAMESPACE {
 // Codes of one flush: half of a 32 KiB L1 with the 16-bit source beside it.
 constexpr int64_t kCodes = 4096;
 
-// x as integers of the same order: negative numbers get their magnitude inverted.
-template <class D>
+// x as integers of the same order: negative numbers get their magnitude inverted. Bits: those of x, of which
+// d may have wider lanes, with sign.
+template <class Bits, class D>
 HWY_INLINE hn::Vec<D> sortable(D d, hn::Vec<D> bits) {
-  using T = hn::TFromD<D>;
-  constexpr int kShift = sizeof(T) * 8 - 1;
-  const auto magnitude = hn::Set(d, std::numeric_limits<T>::max());
+  constexpr int kShift = sizeof(hn::TFromD<D>) * 8 - 1;
+  const auto magnitude = hn::Set(d, std::numeric_limits<Bits>::max());
   return hn::Xor(bits, hn::And(hn::ShiftRight<kShift>(bits), magnitude));
 }
 template <class T>
@@ -69,13 +69,13 @@ HWY_INLINE BitsRange<Type> bits_range(const typename Type::Memory* x, int64_t n)
   auto high = hn::Set(d, std::numeric_limits<Bits>::min());
   int64_t i = 0;
   for (; i + N <= n; i += N) {
-    const auto v = sortable(d, hn::LoadU(d, bits + i));
+    const auto v = sortable<Bits>(d, hn::LoadU(d, bits + i));
     low = hn::Min(low, v);
     high = hn::Max(high, v);
   }
   if (i > 0) {
     if (i < n) {  // the last N once more
-      const auto v = sortable(d, hn::LoadU(d, bits + n - N));
+      const auto v = sortable<Bits>(d, hn::LoadU(d, bits + n - N));
       low = hn::Min(low, v);
       high = hn::Max(high, v);
       i = n;
@@ -92,24 +92,88 @@ HWY_INLINE BitsRange<Type> bits_range(const typename Type::Memory* x, int64_t n)
   return range;
 }
 
-// The bits of the largest magnitude of n elements, likewise.
-template <class Type>
-HWY_INLINE typename Type::Bits largest_magnitude(const typename Type::Memory* x, int64_t n) {
-  using Bits = typename Type::Bits;
-  const hn::ScalableTag<Bits> d;
-  const auto N = static_cast<int64_t>(hn::Lanes(d));
-  const auto* bits = reinterpret_cast<const Bits*>(x);
-  const auto magnitude = hn::Set(d, std::numeric_limits<Bits>::max());
-  auto largest = hn::Zero(d);
-  int64_t i = 0;
-  for (; i + N <= n; i += N) largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + i), magnitude));
-  if (i > 0 && i < n) {
-    largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + n - N), magnitude));
-    i = n;
+// Of as many vectors as one has lanes: `op` over the lanes of each, in their order.
+template <class DI, class V = hn::Vec<DI>, class Op>
+HWY_INLINE V over_lanes(DI di, const V* v, const Op& op) {
+  constexpr size_t N = hn::MaxLanes(DI());
+  const hn::Repartition<int64_t, DI> di64;
+  const auto wide = [&](V x) HWY_ATTR { return hn::BitCast(di64, x); };
+  V fours[N / 4];  // of each block the lanes of four vectors, one each
+  for (size_t i = 0; i < N / 4; ++i) {
+    const auto two = [&](V a, V b) HWY_ATTR {
+      return op(hn::InterleaveLower(di, a, b), hn::InterleaveUpper(di, a, b));
+    };
+    const V a = two(v[4 * i], v[4 * i + 1]), b = two(v[4 * i + 2], v[4 * i + 3]);
+    fours[i] = op(hn::BitCast(di, hn::InterleaveLower(di64, wide(a), wide(b))),
+                  hn::BitCast(di, hn::InterleaveUpper(di64, wide(a), wide(b))));
   }
-  Bits result = hn::GetLane(hn::MaxOfLanes(d, largest));
-  for (; i < n; ++i) result = std::max(result, static_cast<Bits>(bits[i] & std::numeric_limits<Bits>::max()));
-  return result;
+#if HALFBYTE_AVX512
+  const auto halves = [&](V a, V b) HWY_ATTR {
+    return op(V{_mm512_shuffle_i64x2(a.raw, b.raw, 0x44)}, V{_mm512_shuffle_i64x2(a.raw, b.raw, 0xEE)});
+  };
+  const V a = halves(fours[0], fours[1]), b = halves(fours[2], fours[3]);
+  return op(V{_mm512_shuffle_i64x2(a.raw, b.raw, 0x88)}, V{_mm512_shuffle_i64x2(a.raw, b.raw, 0xDD)});
+#elif HWY_MAX_BYTES == 32
+  return op(hn::ConcatLowerLower(di, fours[1], fours[0]), hn::ConcatUpperUpper(di, fours[1], fours[0]));
+#else
+  return fours[0];
+#endif
+}
+
+// Loads n >= N elements, the last ones perhaps twice: take(vector) for each.
+template <class D, class Take>
+HWY_INLINE void each_vector(D d, const hn::TFromD<D>* x, int64_t n, const Take& take) {
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+  for (; i + N <= n; i += N) take(hn::LoadU(d, x + i));
+  if (i < n) take(hn::LoadU(d, x + n - N));
+}
+
+// Of n elements, at least as many as f32 has lanes: in each lane the least and the largest x, sortable, or
+// kMagnitudes: the largest |x| alone. Bits of Type, with sign.
+template <bool kMagnitudes, class Type, class DI>
+HWY_INLINE void lane_ranges(DI di, const typename Type::Memory* x, int64_t n, hn::Vec<DI>& low,
+                            hn::Vec<DI>& high) {
+  using Bits = typename Type::Bits;
+  const auto* bits = reinterpret_cast<const Bits*>(x);
+  const auto find = [&](auto d, auto& least, auto& largest) HWY_ATTR {
+    least = hn::Set(d, std::numeric_limits<Bits>::max());
+    largest = hn::Set(d, kMagnitudes ? Bits{0} : std::numeric_limits<Bits>::min());
+    each_vector(d, bits, n, [&](auto v) HWY_ATTR {
+      v = kMagnitudes ? hn::And(v, hn::Set(d, std::numeric_limits<Bits>::max())) : sortable<Bits>(d, v);
+      if constexpr (!kMagnitudes) least = hn::Min(least, v);
+      largest = hn::Max(largest, v);
+    });
+  };
+  if constexpr (sizeof(Bits) == 4) {
+    find(di, low, high);
+  } else if (const hn::ScalableTag<Bits> d; n >= static_cast<int64_t>(hn::Lanes(d))) {
+    hn::Vec<decltype(d)> least, largest;
+    find(d, least, largest);
+    const auto even = [&](auto both) HWY_ATTR { return hn::ShiftRight<16>(hn::ShiftLeft<16>(both)); };
+    const auto lows = hn::BitCast(di, least), highs = hn::BitCast(di, largest);
+    low = hn::Min(hn::ShiftRight<16>(lows), even(lows));
+    high = hn::Max(hn::ShiftRight<16>(highs), even(highs));
+  } else {
+    const hn::Rebind<Bits, DI> half;
+    hn::Vec<decltype(half)> least, largest;
+    find(half, least, largest);
+    low = hn::PromoteTo(di, least);
+    high = hn::PromoteTo(di, largest);
+  }
+}
+
+// Lanes of f32 from bits of Type, sign or no sign above them.
+template <class Type, class D>
+HWY_INLINE hn::Vec<D> values_of_bits(D d, hn::Vec<hn::RebindToSigned<D> > bits) {
+  if constexpr (std::is_same_v<Type, BF16>) return hn::BitCast(d, hn::ShiftLeft<16>(bits));
+  if constexpr (std::is_same_v<Type, F32>) return hn::BitCast(d, bits);
+  if constexpr (std::is_same_v<Type, F16>) {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    const hn::Rebind<uint16_t, D> du16;
+    const hn::RebindToUnsigned<D> du;
+    return hn::PromoteTo(d, hn::BitCast(d16, hn::TruncateTo(du16, hn::BitCast(du, bits))));
+  }
 }
 
 // The bits of infinity, and a scalar value of bits.
@@ -351,34 +415,8 @@ HWY_INLINE V quotient(V v, V s, V r) {
   return hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
 }
 
-// Codes of fp4_e2m1 for n elements (rounded up to whole vectors), one a byte: the correctly rounded quotient,
-// as in scaled_codes, rounded as formats::nearest_e2m1 does it. No tables, which cost groups of 16 most of
-// their time.
-template <class Type>
-HWY_INLINE void e2m1_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n, float scale,
-                           float reciprocal, uint8_t* HWY_RESTRICT codes) {
-  const hn::ScalableTag<float> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const hn::Rebind<uint8_t, decltype(d)> d8;
-  const auto s = hn::Set(d, scale), r = hn::Set(d, reciprocal), most = hn::Set(d, 6.0f);
-  const auto one = hn::Set(di, 0x3F800000);
-  for (int64_t i = 0, N = static_cast<int64_t>(hn::Lanes(d)); i < n; i += N) {
-    const auto v = Type::load(d, x + i);
-    const auto q = quotient(v, s, r);
-    const auto y = hn::Min(hn::Abs(q), most);
-    const auto power = hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), one);
-    const auto shift = hn::BitCast(d, hn::Add(power, hn::Set(di, 22 << 23)));
-    const auto bits = hn::BitCast(di, hn::Sub(hn::Add(y, shift), shift));
-    // From 1 on, the exponent and the first digit; below, only 1/2 has a digit.
-    const auto normal = hn::Sub(hn::ShiftRight<22>(bits), hn::Set(di, 0xFC));
-    const auto subnormal = hn::And(hn::ShiftRight<24>(bits), hn::Set(di, 1));
-    const auto code = hn::IfThenElse(hn::Lt(bits, one), subnormal, normal);
-    const auto sign = hn::IfThenElseZero(hn::RebindMask(di, hn::Lt(q, hn::Zero(d))), hn::Set(di, 8));
-    hn::StoreU(hn::DemoteTo(d8, hn::Or(code, sign)), d8, codes + i);
-  }
-}
-// Whether that gives the codes of the quotients: their corrections are exact near every edge, and none but 0
-// is so small that it rounds to 0, whose code has no sign.
+// Whether FloatingCode gives the codes of the quotients: their corrections are exact near every edge, and
+// none but 0 is so small that it rounds to 0, whose code has no sign.
 template <class Type>
 constexpr float kMostE2m1Scale = std::is_same_v<Type, F32>    ? 0x1p0f
                                  : std::is_same_v<Type, BF16> ? 0x1p16f
@@ -406,78 +444,222 @@ HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double 
   }
 }
 
-// ---- Integer and affine formats ---------------------------------------------------------------
+// ---- Codes of quotients -----------------------------------------------------------------------
 
 #if HWY_ARCH_X86
-#define HALFBYTE_PACKS_BYTES 1
-// Four vectors of integers below 2^31, less `low`, as bytes from 0 to `most`, in their order. Integers
-// saturate on their way, which clamps them.
-template <class V>
-HWY_INLINE void store_bytes(V v0, V v1, V v2, V v3, int low, int most, uint8_t* HWY_RESTRICT to) {
+#define HALFBYTE_PACKS_CODES 1
+// The 2N bf16 at x: first the even, then the odd ones, for which no lane has to move.
+template <class D>
+HWY_INLINE void load_split(D d, const uint16_t* x, hn::Vec<D>& even, hn::Vec<D>& odd) {
+  const hn::RebindToUnsigned<D> du;
+  const auto both = hn::BitCast(du, hn::LoadU(hn::Repartition<uint16_t, D>(), x));
+  even = hn::BitCast(d, hn::ShiftLeft<16>(both));
+  odd = hn::BitCast(d, hn::And(both, hn::Set(du, 0xFFFF0000u)));
+}
+
+// Four vectors of integers below 2^31, less `low`, as codes from 0 to `most`: bytes, or the nibbles of bytes.
+// Integers saturate on their way, which clamps them. They are in their order, or kSplit: as load_split has
+// it, the first and the last two.
+template <bool kNibbles, bool kSplit, class V>
+HWY_INLINE void store_four(V v0, V v1, V v2, V v3, int low, int most, uint8_t* HWY_RESTRICT to) {
 #if HALFBYTE_AVX512
   const __m512i lows = _mm512_set1_epi16(static_cast<int16_t>(low));
   const __m512i first = _mm512_subs_epi16(_mm512_packs_epi32(v0.raw, v1.raw), lows),
                 second = _mm512_subs_epi16(_mm512_packs_epi32(v2.raw, v3.raw), lows);
   // Of each 128 bits four of every vector.
-  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-  const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second));
-  _mm512_storeu_si512(to, _mm512_min_epu8(bytes, _mm512_set1_epi8(static_cast<char>(most))));
+  const __m512i bytes =
+      _mm512_min_epu8(_mm512_packus_epi16(first, second), _mm512_set1_epi8(static_cast<char>(most)));
+  if constexpr (kNibbles && kSplit) {
+    const __m512i pairs = _mm512_or_si512(bytes, _mm512_srli_epi64(bytes, 28));
+    const __m512i order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 10, 6, 2, 12, 8, 4, 0);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, pairs)));
+  } else if constexpr (kNibbles) {
+    const __m256i pairs = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001)));
+    const __m256i order = _mm256_set_epi16(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutexvar_epi16(order, pairs));
+  } else if constexpr (kSplit) {
+    const __m512i eights = _mm512_shuffle_epi8(
+        bytes, _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0)));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), eights));
+  } else {
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+  }
 #else
   const __m256i lows = _mm256_set1_epi16(static_cast<int16_t>(low));
   const __m256i first = _mm256_subs_epi16(_mm256_packs_epi32(v0.raw, v1.raw), lows),
                 second = _mm256_subs_epi16(_mm256_packs_epi32(v2.raw, v3.raw), lows);
-  const __m256i order = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                      _mm256_min_epu8(bytes, _mm256_set1_epi8(static_cast<char>(most))));
+  const __m256i bytes =
+      _mm256_min_epu8(_mm256_packus_epi16(first, second), _mm256_set1_epi8(static_cast<char>(most)));
+  if constexpr (kNibbles && kSplit) {
+    const __m256i pairs = _mm256_or_si256(bytes, _mm256_srli_epi64(bytes, 28));
+    const __m256i order = _mm256_set_epi32(0, 0, 0, 0, 6, 2, 4, 0);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(pairs, order)));
+  } else if constexpr (kNibbles) {
+    const __m256i words = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));
+    const __m128i pairs = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(to),
+        _mm_shuffle_epi8(pairs, _mm_set_epi8(15, 14, 7, 6, 13, 12, 5, 4, 11, 10, 3, 2, 9, 8, 1, 0)));
+  } else if constexpr (kSplit) {
+    const __m256i eights = _mm256_shuffle_epi8(
+        bytes,
+        _mm256_broadcastsi128_si256(_mm_set_epi8(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(eights, 0xD8));
+  } else {
+    const __m256i order = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, order));
+  }
 #endif
+}
+
+// The codes of four vectors from x on, of elements in any but f64; code(v, i): those of the i-th.
+template <bool kNibbles, bool kSplit, class Type, class D, class Code>
+HWY_INLINE void encode_four(D d, const typename Type::Memory* HWY_RESTRICT x, int low, int most,
+                            uint8_t* HWY_RESTRICT to, const Code& code) {
+  constexpr size_t N = hn::MaxLanes(D());
+  hn::Vec<D> v0, v1, v2, v3;
+  if constexpr (kSplit) {
+    load_split(d, x, v0, v1);
+    load_split(d, x + 2 * N, v2, v3);
+  } else {
+    v0 = Type::load(d, x);
+    v1 = Type::load(d, x + N);
+    v2 = Type::load(d, x + 2 * N);
+    v3 = Type::load(d, x + 3 * N);
+  }
+  store_four<kNibbles, kSplit>(code(v0, 0), code(v1, 1), code(v2, 2), code(v3, 3), low, most, to);
 }
 #else
-#define HALFBYTE_PACKS_BYTES 0
+#define HALFBYTE_PACKS_CODES 0
 #endif
 
-// clamp(rne((x - bias) / scale), low, high) - low, one a byte; n rounded up to whole vectors. kBias: else it
-// is 0.
-template <class Type, bool kBias>
-HWY_INLINE void scaled_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
-                             typename Type::Compute scale, typename Type::Compute reciprocal,
-                             typename Type::Compute bias, int low, int high, uint8_t* HWY_RESTRICT codes) {
-  using F = typename Type::Compute;
-  const hn::ScalableTag<F> d;
-  const auto N = static_cast<int64_t>(hn::Lanes(d));
-  const auto s = hn::Set(d, scale), b = hn::Set(d, bias);
-  const auto lo = hn::Set(d, static_cast<F>(low)), hi = hn::Set(d, static_cast<F>(high));
-  if constexpr (sizeof(F) == 4) {
-    const hn::RebindToSigned<decltype(d)> di;
-    const hn::Rebind<uint8_t, decltype(d)> d8;
-    const auto r = hn::Set(d, reciprocal);
-    const auto scaled = [&](int64_t i) HWY_ATTR {
-      auto v = Type::load(d, x + i);
-      if constexpr (kBias) v = hn::Sub(v, b);
-      return quotient(v, s, r);
-    };
-    int64_t i = 0;
-#if HALFBYTE_PACKS_BYTES
-    for (; i + 4 * N <= n; i += 4 * N)
-      store_bytes(hn::NearestInt(scaled(i)), hn::NearestInt(scaled(i + N)), hn::NearestInt(scaled(i + 2 * N)),
-                  hn::NearestInt(scaled(i + 3 * N)), low, high - low, codes + i);
+// The integer nearest to v, |v| < 2^30.
+template <class V>
+HWY_INLINE auto nearest(V v) {
+#if HALFBYTE_AVX512
+  return hn::Vec<hn::RebindToSigned<hn::DFromV<V> > >{_mm512_cvtps_epi32(v.raw)};
+#elif HWY_ARCH_X86
+  return hn::Vec<hn::RebindToSigned<hn::DFromV<V> > >{_mm256_cvtps_epi32(v.raw)};
+#else
+  return hn::NearestInt(v);
 #endif
-    const auto offset = hn::Set(di, low);
-    for (; i < n; i += N) {
-      const auto code = hn::Sub(hn::NearestInt(hn::Min(hi, hn::Max(lo, scaled(i)))), offset);
-      hn::StoreU(hn::DemoteTo(d8, code), d8, codes + i);
-    }
-  } else {
-    HWY_ALIGN double out[HWY_MAX_BYTES / sizeof(double)];
-    for (int64_t i = 0; i < n; i += N) {
-      const auto q = hn::Div(hn::Sub(Type::load(d, x + i), b), s);
-      hn::Store(hn::Sub(hn::Round(hn::Min(hi, hn::Max(lo, q))), lo), d, out);
-      for (int64_t j = 0; j < N; ++j) codes[i + j] = static_cast<uint8_t>(out[j]);
-    }
-  }
 }
 
-// ---- Floating formats -------------------------------------------------------------------------
+// What follows makes integers of f32, by the parameters of a group: store_four and encode_group make codes of
+// them.
+
+// rne((x - bias) / scale) + zero; kBias, kZero: else they are 0.
+template <bool kBias, bool kZero>
+struct ScaledCode {
+  using D = hn::ScalableTag<float>;
+  hn::Vec<D> s, r, b;
+  hn::Vec<hn::RebindToSigned<D> > z;
+  HWY_INLINE ScaledCode(float scale, float reciprocal, float bias, int zero)
+      : s(hn::Set(D(), scale)),
+        r(hn::Set(D(), reciprocal)),
+        b(hn::Set(D(), bias)),
+        z(hn::Set(hn::RebindToSigned<D>(), zero)) {}
+  HWY_INLINE auto operator()(hn::Vec<D> v) const {
+    if constexpr (kBias) v = hn::Sub(v, b);
+    const auto code = nearest(quotient(v, s, r));
+    if constexpr (kZero)
+      return hn::Add(code, z);
+    else
+      return code;
+  }
+};
+
+// The correctly rounded quotient, saturated, as E2M1 or E4M3. Adding a power of two leaves the digits that a
+// code has, to the nearest. No tables, which cost groups of 16 most of their time.
+// Of E2M1, 0 has no sign; nor has the quotient of -0, and no other is 0 (has_exact_e2m1). Of E4M3, quotients
+// below half of the least value are not exact, but round to 0 as well; the sign is that of x.
+template <bool kE2m1>
+struct FloatingCode {
+  using D = hn::ScalableTag<float>;
+  static constexpr int kBits = kE2m1 ? 1 : 3;           // of the mantissa
+  static constexpr int kLeast = kE2m1 ? 127 : 127 - 6;  // the least exponent with all of them
+  static constexpr int kSign = kE2m1 ? 8 : 0x80, kToSign = kE2m1 ? 28 : 24;
+  hn::Vec<D> s, r;
+  HWY_INLINE FloatingCode(float scale, float reciprocal)
+      : s(hn::Set(D(), scale)), r(hn::Set(D(), reciprocal)) {}
+  HWY_INLINE auto operator()(hn::Vec<D> v) const {
+    const hn::RebindToSigned<D> di;
+    const auto q = quotient(v, s, r);
+    const auto y = hn::Min(hn::Abs(q), hn::Set(D(), kE2m1 ? 6.0f : formats::kMaxE4m3));
+    const auto least = hn::Set(di, kLeast << 23);
+    const auto power = hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), least);
+    const auto shift = hn::Add(power, hn::Set(di, (23 - kBits) << 23));
+    const auto digits = hn::Sub(hn::BitCast(di, hn::Add(y, hn::BitCast(D(), shift))), shift);
+    const auto magnitude = hn::Add(hn::ShiftRight<23 - kBits>(hn::Sub(power, least)), digits);
+    return hn::OrAnd(magnitude, hn::ShiftRight<kToSign>(hn::BitCast(di, kE2m1 ? q : v)), hn::Set(di, kSign));
+  }
+};
+
+// Codes of n elements (rounded up to whole vectors) of one group, one a byte, or kNibbles: two, where n is a
+// multiple of four vectors.
+template <bool kNibbles, class Type, class Code>
+HWY_INLINE void encode_group(const typename Type::Memory* HWY_RESTRICT x, int64_t n, int low, int most,
+                             const Code& code, uint8_t* HWY_RESTRICT to) {
+  const hn::ScalableTag<float> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+#if HALFBYTE_PACKS_CODES
+  for (; i + 4 * N <= n; i += 4 * N)
+    encode_four<kNibbles, std::is_same_v<Type, BF16>, Type>(d, x + i, low, most, to + (kNibbles ? i / 2 : i),
+                                                            [&](auto v, int) HWY_ATTR { return code(v); });
+#endif
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const auto lows = hn::Set(di, low), highs = hn::Set(di, low + most);
+  for (; i < n; i += N)
+    hn::StoreU(hn::DemoteTo(d8, hn::Sub(hn::Min(hn::Max(code(Type::load(d, x + i)), lows), highs), lows)), d8,
+               to + i);
+}
+
+// Of `count` groups of n elements, whole vectors; code(i): what codes the i-th. kNibbles: all are a multiple
+// of four vectors.
+template <bool kNibbles, class Type, class MakeCode>
+HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t n, int64_t count, int low,
+                            int most, const MakeCode& code, uint8_t* HWY_RESTRICT to) {
+#if HALFBYTE_PACKS_CODES
+  const hn::ScalableTag<float> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  if (n == N || n == 2 * N) {
+    const int64_t groups = 4 * N / n;
+    for (int64_t i = 0; i < count; i += groups) {
+      const auto* own = x + i * n;
+      uint8_t* const out = to + (kNibbles ? i * n / 2 : i * n);
+      if (n == N)
+        encode_four<kNibbles, false, Type>(d, own, low, most, out,
+                                           [&](auto v, int at) HWY_ATTR { return code(i + at)(v); });
+      else
+        encode_four<kNibbles, std::is_same_v<Type, BF16>, Type>(
+            d, own, low, most, out, [&](auto v, int at) HWY_ATTR { return code(i + at / 2)(v); });
+    }
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i)
+    encode_group<kNibbles, Type>(x + i * n, n, low, most, code(i), to + (kNibbles ? i * n / 2 : i * n));
+}
+
+// The same for f64, by divisions: clamp(rne((x - bias) / scale), low, high) - low.
+HWY_INLINE void divided_codes(const double* HWY_RESTRICT x, int64_t n, double scale, double bias, int low,
+                              int high, uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<double> d;
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto s = hn::Set(d, scale), b = hn::Set(d, bias);
+  const auto lo = hn::Set(d, static_cast<double>(low)), hi = hn::Set(d, static_cast<double>(high));
+  HWY_ALIGN double out[HWY_MAX_BYTES / sizeof(double)];
+  for (int64_t i = 0; i < n; i += N) {
+    const auto q = hn::Div(hn::Sub(hn::LoadU(d, x + i), b), s);
+    hn::Store(hn::Sub(hn::Round(hn::Min(hi, hn::Max(lo, q))), lo), d, out);
+    for (int64_t j = 0; j < N; ++j) codes[i + j] = static_cast<uint8_t>(out[j]);
+  }
+}
 
 // E4M3 of x / scale, saturated, one a byte; n rounded up to whole vectors. The quotient is that of a
 // division.
@@ -496,41 +678,8 @@ HWY_INLINE void divided_e4m3_codes(const typename Type::Memory* HWY_RESTRICT x, 
   }
 }
 
-// The same by the correctly rounded quotient, as in scaled_codes, within the range of that
-// (quotient_is_exact). Smaller ones than half of the least value are none, but round to 0 as well; its sign
-// is that of x.
-template <class Type>
-HWY_INLINE void e4m3_codes(const typename Type::Memory* HWY_RESTRICT x, int64_t n, float scale,
-                           float reciprocal, uint8_t* HWY_RESTRICT codes) {
-  const hn::ScalableTag<float> d;
-  const hn::RebindToSigned<decltype(d)> di;
-  const auto N = static_cast<int64_t>(hn::Lanes(d));
-  const auto s = hn::Set(d, scale), r = hn::Set(d, reciprocal), most = hn::Set(d, formats::kMaxE4m3);
-  const auto code_of = [&](int64_t i) HWY_ATTR {
-    const auto v = Type::load(d, x + i);
-    const auto q = quotient(v, s, r);
-    const auto y = hn::Min(hn::Abs(q), most);
-    // Adding 2^20 times its power of two, 2^-6 for smaller ones, leaves the digits that a code has, to the
-    // nearest.
-    const auto power =
-        hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), hn::Set(di, (127 - 6) << 23));
-    const auto shift = hn::Add(power, hn::Set(di, 20 << 23));
-    const auto digits = hn::Sub(hn::BitCast(di, hn::Add(y, hn::BitCast(d, shift))), shift);
-    const auto exponent = hn::Sub(hn::ShiftRight<20>(power), hn::Set(di, (127 - 6) << 3));
-    const auto sign = hn::And(hn::ShiftRight<24>(hn::BitCast(di, v)), hn::Set(di, 0x80));
-    return hn::Or(hn::Add(exponent, digits), sign);
-  };
-  int64_t i = 0;
-#if HALFBYTE_PACKS_BYTES
-  for (; i + 4 * N <= n; i += 4 * N)
-    store_bytes(code_of(i), code_of(i + N), code_of(i + 2 * N), code_of(i + 3 * N), 0, 255, codes + i);
-#endif
-  const hn::Rebind<uint8_t, decltype(d)> d8;
-  for (; i < n; i += N) hn::StoreU(hn::DemoteTo(d8, code_of(i)), d8, codes + i);
-}
-
-// Whether the corrections of scaled_codes and e4m3_codes are exact for |x - bias| <= largest: the residual
-// must not underflow where it matters, nor the quotient overflow.
+// Whether the corrections of quotients are exact for |x - bias| <= largest: the residual must not underflow
+// where it matters, nor the quotient overflow.
 inline bool quotient_is_exact(double scale, double largest) {
   return scale > 0x1p-90 && scale < 0x1p100 && largest < scale * 0x1p20;
 }
@@ -886,32 +1035,40 @@ class SpanQuantizer {
     const int64_t end = begin + count * n;
     batched_ = end;  // or they are for the groups one by one
     GroupBatch batch;
-    // Of rules that know no more than it, one range for both signs.
-    const bool by_magnitude = !codec_.asymmetric && (codec_.rule == formats::Rule::absmax ||
-                                                     codec_.rule == formats::Rule::half_range);
-    HWY_ALIGN Memory low[HWY_MAX_BYTES / sizeof(float)], high[HWY_MAX_BYTES / sizeof(float)];
-    const auto memory = [](typename Type::Bits bits) { return formats::bit_cast<Memory>(bits); };
-    for (int64_t i = 0; i < count; ++i) {
-      if (by_magnitude) {
-        high[i] = memory(largest_magnitude<Type>(x_ + begin + i * n, n));
-      } else {
+    if (n < count) {
+      for (int64_t i = 0; i < count; ++i) {
         const BitsRange<Type> range = bits_range<Type>(x_ + begin + i * n, n);
-        low[i] = memory(sortable(range.min));
-        high[i] = memory(sortable(range.max));
+        batch.min[i] = value_of_sortable<Type>(range.min);
+        batch.max[i] = value_of_sortable<Type>(range.max);
       }
+    } else if (!codec_.asymmetric &&
+               (codec_.rule == formats::Rule::absmax || codec_.rule == formats::Rule::half_range)) {
+      find_ranges<true>(x_ + begin, n, batch);  // they know no more than one range for both signs
+    } else {
+      find_ranges<false>(x_ + begin, n, batch);
     }
-    const hn::ScalableTag<float> d;
-    const auto most = Type::load(d, high);
-    hn::Store(by_magnitude ? hn::Neg(most) : Type::load(d, low), d, batch.min);
-    hn::Store(most, d, batch.max);
     const int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     if (!batch.find(problem_, group, is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f)) return begin;
     by_rounding_ = is_e2m1_ || codec_.kind == formats::Kind::floating;
     if (n % count == 0 && count * n <= kCodes) {  // a vector has as many lanes as a batch has groups
+      const bool has_ranks = codec_.kind == formats::Kind::table && !by_rounding_;
+#if HALFBYTE_PACKS_CODES
+      // What needs no packing goes where it belongs.
+      const bool is_whole = n == count || n == 2 * count || n % (4 * count) == 0;
+      if (!has_ranks && num_codes_ % 8 == 0 && (codec_.bits == 8 || (codec_.bits == 4 && is_whole))) {
+        flush();
+        if (codec_.bits == 8)
+          encode_groups<false>(x_ + begin, n, batch, out_ + begin);
+        else
+          encode_groups<true>(x_ + begin, n, batch, out_ + begin / 2);
+        packed_ = end;
+        return end;
+      }
+#endif
       if (num_codes_ + count * n > kCodes + 8) flush();
       uint8_t* const codes = codes_ + num_codes_;
-      encode_groups(x_ + begin, n, batch, codes);
-      if (codec_.kind == formats::Kind::table && !by_rounding_) codes_of_ranks(codes, count * n);
+      encode_groups<false>(x_ + begin, n, batch, codes);
+      if (has_ranks) codes_of_ranks(codes, count * n);
       num_codes_ += count * n;
       return end;
     }
@@ -924,6 +1081,26 @@ class SpanQuantizer {
         encode(from, std::min(kCodes, to - from), params, true);
     }
     return end;
+  }
+
+  // Of a batch of groups of n elements, at least as many as it has groups.
+  template <bool kMagnitudes>
+  HWY_INLINE void find_ranges(const Memory* x, int64_t n, GroupBatch& batch) {
+    const hn::ScalableTag<float> d;
+    const hn::RebindToSigned<decltype(d)> di;
+    hn::Vec<decltype(di)> low[hn::MaxLanes(di)], high[hn::MaxLanes(di)];
+    for (size_t i = 0; i < hn::MaxLanes(di); ++i)
+      lane_ranges<kMagnitudes, Type>(di, x + static_cast<int64_t>(i) * n, n, low[i], high[i]);
+    const auto most = over_lanes(di, high, [](auto a, auto b) HWY_ATTR { return hn::Max(a, b); });
+    if constexpr (kMagnitudes) {
+      const auto absmax = values_of_bits<Type>(d, most);
+      hn::Store(hn::Neg(absmax), d, batch.min);
+      hn::Store(absmax, d, batch.max);
+    } else {
+      const auto least = over_lanes(di, low, [](auto a, auto b) HWY_ATTR { return hn::Min(a, b); });
+      hn::Store(values_of_bits<Type>(d, sortable<typename Type::Bits>(di, least)), d, batch.min);
+      hn::Store(values_of_bits<Type>(d, sortable<typename Type::Bits>(di, most)), d, batch.max);
+    }
   }
 
   void finish_group(int64_t group, const formats::GroupParams<F>& params) {
@@ -963,58 +1140,70 @@ class SpanQuantizer {
 
   HWY_INLINE void encode_vectors(const Memory* x, int64_t n, const formats::GroupParams<F>& params,
                                  uint8_t* codes) {
-    const F scale = params.code_scale, reciprocal = 1 / scale;
+    const F scale = params.code_scale;
+    [[maybe_unused]] const F reciprocal = 1 / scale;
     switch (codec_.kind) {
       case formats::Kind::table:
         if constexpr (sizeof(F) == 8)
           return table_ranks_f64(x, n, scale, codec_.book, codes);
         else if (by_rounding_)
-          return e2m1_codes<Type>(x, n, scale, reciprocal, codes);
+          return encode_group<false, Type>(x, n, 0, 15, FloatingCode<true>(scale, reciprocal), codes);
         else
           return table_ranks<Type>(x, n, bounds(), scale, reciprocal, codes);
       case formats::Kind::integer:
-        return scaled_codes<Type, false>(x, n, scale, reciprocal, 0, codec_.q_min - params.zero_point,
-                                         codec_.q_max - params.zero_point, codes);
+        return scaled_codes<false, true>(x, n, params, codec_.q_min, codes);
       case formats::Kind::affine:
-        return scaled_codes<Type, true>(x, n, scale, reciprocal, params.code_bias, 0, codec_.levels(), codes);
+        return scaled_codes<true, false>(x, n, params, 0, codes);
       case formats::Kind::floating:
         if constexpr (sizeof(F) == 4)
-          if (by_rounding_) return e4m3_codes<Type>(x, n, scale, reciprocal, codes);
+          if (by_rounding_)
+            return encode_group<false, Type>(x, n, 0, 255, FloatingCode<false>(scale, reciprocal), codes);
         return divided_e4m3_codes<Type>(x, n, scale, codes);
     }
   }
+  template <bool kBias, bool kZero>
+  HWY_INLINE void scaled_codes(const Memory* x, int64_t n, const formats::GroupParams<F>& params, int low,
+                               uint8_t* codes) const {
+    const F scale = params.code_scale, bias = kBias ? params.code_bias : 0;
+    const int zero = kZero ? params.zero_point : 0;
+    if constexpr (sizeof(F) == 8)
+      divided_codes(x, n, scale, bias, low - zero, low - zero + codec_.levels(), codes);
+    else
+      encode_group<false, Type>(x, n, low, codec_.levels(),
+                                ScaledCode<kBias, kZero>(scale, 1 / scale, bias, zero), codes);
+  }
 
   // The same of all groups of a batch, each of whole vectors: what all have in common is made once.
+  template <bool kNibbles>
   HWY_INLINE void encode_groups(const Memory* x, int64_t n, const GroupBatch& batch, uint8_t* codes) {
-    const auto each = [&](const auto& body) HWY_ATTR {
-      for (int64_t i = 0; i < GroupBatch::size(); ++i)
-        body(x + i * n, batch.code_scale[i], batch.reciprocal[i], i, codes + i * n);
+    const auto each = [&](int low, int most, const auto& code) HWY_ATTR {
+      encode_each<kNibbles, Type>(x, n, GroupBatch::size(), low, most, code, codes);
     };
-    using Codes = uint8_t*;
+    const auto *scale = batch.code_scale, *reciprocal = batch.reciprocal;
     switch (codec_.kind) {
       case formats::Kind::table:
         if (is_e2m1_)
-          return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to)
-                          HWY_ATTR { e2m1_codes<Type>(own, n, scale, reciprocal, to); });
-        return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to)
-                        HWY_ATTR { table_ranks<Type>(own, n, bounds(), scale, reciprocal, to); });
+          return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
+        if constexpr (!kNibbles)
+          for (int64_t i = 0; i < GroupBatch::size(); ++i)
+            table_ranks<Type>(x + i * n, n, bounds(), scale[i], reciprocal[i], codes + i * n);
+        return;
       case formats::Kind::integer:
         if (!codec_.asymmetric)
-          return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to) HWY_ATTR {
-            scaled_codes<Type, false>(own, n, scale, reciprocal, 0, codec_.q_min, codec_.q_max, to);
+          return each(codec_.q_min, codec_.levels(), [&](int64_t i) HWY_ATTR {
+            return ScaledCode<false, false>(scale[i], reciprocal[i], 0, 0);
           });
-        return each([&](const Memory* own, float scale, float reciprocal, int64_t i, Codes to) HWY_ATTR {
-          const int zero = batch.zero_point[i];
-          scaled_codes<Type, false>(own, n, scale, reciprocal, 0, codec_.q_min - zero, codec_.q_max - zero,
-                                    to);
+        return each(codec_.q_min, codec_.levels(), [&](int64_t i) HWY_ATTR {
+          return ScaledCode<false, true>(scale[i], reciprocal[i], 0, batch.zero_point[i]);
         });
       case formats::Kind::affine:
-        return each([&](const Memory* own, float scale, float reciprocal, int64_t i, Codes to) HWY_ATTR {
-          scaled_codes<Type, true>(own, n, scale, reciprocal, batch.code_bias[i], 0, codec_.levels(), to);
+        return each(0, codec_.levels(), [&](int64_t i) HWY_ATTR {
+          return ScaledCode<true, false>(scale[i], reciprocal[i], batch.code_bias[i], 0);
         });
       case formats::Kind::floating:
-        return each([&](const Memory* own, float scale, float reciprocal, int64_t, Codes to)
-                        HWY_ATTR { e4m3_codes<Type>(own, n, scale, reciprocal, to); });
+        if constexpr (!kNibbles)
+          each(0, 255, [&](int64_t i) HWY_ATTR { return FloatingCode<false>(scale[i], reciprocal[i]); });
+        return;
     }
   }
 

@@ -79,8 +79,8 @@ TEST(Quantize, NeighbouringGroupsEqualTheOracle) {
   const int cases = testing::kSanitized ? 60 : 900;
   for (int i = 0; i < cases; ++i) {
     EncodedSpec spec = specs[static_cast<size_t>(i) % specs.size()];
-    const int64_t sizes[] = {16, 32, 48, 64, 100, 128, 300};
-    spec.group_size = sizes[random() % 7];
+    const int64_t sizes[] = {8, 16, 24, 32, 48, 64, 100, 128, 300};
+    spec.group_size = sizes[random() % 9];
     spec.scale_dtype = std::array{DType::f32, DType::f16, DType::bf16}[random() % 3];
     if (random() % 2 && info(spec.format).kind == FormatKind::affine)
       spec.encoding.code_scale = CodeScale::unrounded;
