@@ -69,17 +69,44 @@ struct F16 {
   }
 };
 
-// f32 lanes to bf16 bits, round half to even, NaN quiet (Highway 1.0.3 truncates).
+// Two vectors of elements, worked on together: of bf16 those with even and with odd numbers, which is how
+// they lie in words; else one vector behind the other.
+template <class V>
+struct Two {
+  V a, b;
+};
+template <class Type>
+constexpr bool kEvenOdd = std::is_same_v<Type, BF16>;
+template <class Type, class D>
+HWY_INLINE Two<hn::Vec<D>> load_two(D d, const typename Type::Memory* x) {
+  if constexpr (kEvenOdd<Type>) {
+    const hn::RebindToUnsigned<D> du;
+    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(x));
+    return {hn::BitCast(d, hn::ShiftLeft<16>(words)),
+            hn::BitCast(d, hn::And(words, hn::Set(du, 0xFFFF0000u)))};
+  } else {
+    return {Type::load(d, x), Type::load(d, x + hn::Lanes(d))};
+  }
+}
+
+// f32 lanes that are not NaN: bf16, round half to even, in the upper half of each lane; anything in the
+// lower.
 template <class D32>
-HWY_INLINE hn::Vec<hn::Rebind<uint16_t, D32>> to_bf16(D32 /*d*/, hn::Vec<D32> v) {
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D32>> bf16_in_upper_half(D32 /*d*/, hn::Vec<D32> v) {
   const hn::RebindToUnsigned<D32> du32;
-  const hn::Rebind<uint16_t, D32> du16;
   const auto bits = hn::BitCast(du32, v);
   const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1u));
-  const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(du32, 0x7FFFu)));
-  const auto quiet = hn::Or(bits, hn::Set(du32, 0x400000u));
+  return hn::Add(hn::Add(bits, hn::Set(du32, 0x7FFFu)), odd);
+}
+
+// f32 lanes to bf16 bits, round half to even, NaN quiet (Highway 1.0.3 truncates).
+template <class D32>
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, D32>> to_bf16(D32 d, hn::Vec<D32> v) {
+  const hn::RebindToUnsigned<D32> du32;
+  const hn::Rebind<uint16_t, D32> du16;
+  const auto quiet = hn::Or(hn::BitCast(du32, v), hn::Set(du32, 0x400000u));
   const auto is_nan = hn::RebindMask(du32, hn::IsNaN(v));
-  return hn::TruncateTo(du16, hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, rounded)));
+  return hn::TruncateTo(du16, hn::ShiftRight<16>(hn::IfThenElse(is_nan, quiet, bf16_in_upper_half(d, v))));
 }
 
 // Copies n bytes past the caches: `to` is written once and read by nobody soon. Whole cache lines are

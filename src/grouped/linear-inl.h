@@ -168,38 +168,13 @@ HWY_INLINE void select(D d, M mask, const typename Type::Memory* from, typename 
   }
 }
 
-// Two vectors of elements, worked on together: of bf16 those with even and with odd numbers, which is how
-// they lie in words; else one vector behind the other.
-template <class V>
-struct Two {
-  V a, b;
-};
-template <class Type>
-constexpr bool kEvenOdd = std::is_same_v<Type, BF16>;
-template <class Type, class D>
-HWY_INLINE Two<hn::Vec<D>> load_two(D d, const typename Type::Memory* x) {
-  if constexpr (kEvenOdd<Type>) {
-    const hn::RebindToUnsigned<D> du;
-    const auto words = hn::LoadU(du, reinterpret_cast<const uint32_t*>(x));
-    return {hn::BitCast(d, hn::ShiftLeft<16>(words)),
-            hn::BitCast(d, hn::And(words, hn::Set(du, 0xFFFF0000u)))};
-  } else {
-    return {Type::load(d, x), Type::load(d, x + hn::Lanes(d))};
-  }
-}
 // No value is NaN.
 template <class Type, class D>
 HWY_INLINE void store_two(D d, hn::Vec<D> a, hn::Vec<D> b, typename Type::Memory* y) {
   if constexpr (kEvenOdd<Type>) {
-    const hn::RebindToUnsigned<D> du;
     const hn::Repartition<uint16_t, D> d16;
-    const auto rounded = [&](hn::Vec<D> v) HWY_ATTR {  // in the upper half
-      const auto bits = hn::BitCast(du, v);
-      const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
-      return hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
-    };
-    const auto even = hn::BitCast(d16, hn::ShiftRight<16>(rounded(a)));
-    hn::StoreU(hn::OddEven(hn::BitCast(d16, rounded(b)), even), d16, y);
+    const auto even = hn::BitCast(d16, hn::ShiftRight<16>(bf16_in_upper_half(d, a)));
+    hn::StoreU(hn::OddEven(hn::BitCast(d16, bf16_in_upper_half(d, b)), even), d16, y);
   } else {
     store<Type>(d, a, y);
     store<Type>(d, b, y + hn::Lanes(d));

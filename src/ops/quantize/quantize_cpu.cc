@@ -448,15 +448,6 @@ HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double 
 
 #if HWY_ARCH_X86
 #define HALFBYTE_PACKS_CODES 1
-// The 2N bf16 at x: first the even, then the odd ones, for which no lane has to move.
-template <class D>
-HWY_INLINE void load_split(D d, const uint16_t* x, hn::Vec<D>& even, hn::Vec<D>& odd) {
-  const hn::RebindToUnsigned<D> du;
-  const auto both = hn::BitCast(du, hn::LoadU(hn::Repartition<uint16_t, D>(), x));
-  even = hn::BitCast(d, hn::ShiftLeft<16>(both));
-  odd = hn::BitCast(d, hn::And(both, hn::Set(du, 0xFFFF0000u)));
-}
-
 // Four vectors of integers below 2^31, less `low`, as codes from 0 to `most`: bytes, or the nibbles of bytes.
 // Integers saturate on their way, which clamps them. They are in their order, or kSplit: as load_split has
 // it, the first and the last two.
@@ -515,22 +506,18 @@ HWY_INLINE void store_four(V v0, V v1, V v2, V v3, int low, int most, uint8_t* H
 #endif
 }
 
-// The codes of four vectors from x on, of elements in any but f64; code(v, i): those of the i-th.
+// The codes of four vectors from x on, kSplit: as load_two has them; code(v, i): those of the i-th.
 template <bool kNibbles, bool kSplit, class Type, class D, class Code>
 HWY_INLINE void encode_four(D d, const typename Type::Memory* HWY_RESTRICT x, int low, int most,
                             uint8_t* HWY_RESTRICT to, const Code& code) {
-  constexpr size_t N = hn::MaxLanes(D());
-  hn::Vec<D> v0, v1, v2, v3;
-  if constexpr (kSplit) {
-    load_split(d, x, v0, v1);
-    load_split(d, x + 2 * N, v2, v3);
-  } else {
-    v0 = Type::load(d, x);
-    v1 = Type::load(d, x + N);
-    v2 = Type::load(d, x + 2 * N);
-    v3 = Type::load(d, x + 3 * N);
-  }
-  store_four<kNibbles, kSplit>(code(v0, 0), code(v1, 1), code(v2, 2), code(v3, 3), low, most, to);
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  const auto two = [&](const typename Type::Memory* from) HWY_ATTR -> Two<hn::Vec<D> > {
+    if constexpr (kSplit) return load_two<Type>(d, from);
+    return {Type::load(d, from), Type::load(d, from + N)};
+  };
+  const auto first = two(x), second = two(x + 2 * N);
+  store_four<kNibbles, kSplit>(code(first.a, 0), code(first.b, 1), code(second.a, 2), code(second.b, 3), low,
+                               most, to);
 }
 #else
 #define HALFBYTE_PACKS_CODES 0
@@ -608,8 +595,8 @@ HWY_INLINE void encode_group(const typename Type::Memory* HWY_RESTRICT x, int64_
   int64_t i = 0;
 #if HALFBYTE_PACKS_CODES
   for (; i + 4 * N <= n; i += 4 * N)
-    encode_four<kNibbles, std::is_same_v<Type, BF16>, Type>(d, x + i, low, most, to + (kNibbles ? i / 2 : i),
-                                                            [&](auto v, int) HWY_ATTR { return code(v); });
+    encode_four<kNibbles, kEvenOdd<Type>, Type>(d, x + i, low, most, to + (kNibbles ? i / 2 : i),
+                                                [&](auto v, int) HWY_ATTR { return code(v); });
 #endif
   const hn::RebindToSigned<decltype(d)> di;
   const hn::Rebind<uint8_t, decltype(d)> d8;
@@ -636,7 +623,7 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
         encode_four<kNibbles, false, Type>(d, own, low, most, out,
                                            [&](auto v, int at) HWY_ATTR { return code(i + at)(v); });
       else
-        encode_four<kNibbles, std::is_same_v<Type, BF16>, Type>(
+        encode_four<kNibbles, kEvenOdd<Type>, Type>(
             d, own, low, most, out, [&](auto v, int at) HWY_ATTR { return code(i + at / 2)(v); });
     }
     return;
