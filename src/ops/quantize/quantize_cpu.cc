@@ -585,6 +585,12 @@ struct FloatingCode {
   }
 };
 
+// n rounded up to a multiple of the lanes of f32.
+inline int64_t whole_vectors(int64_t n) {
+  const auto N = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>()));
+  return (n + N - 1) / N * N;
+}
+
 // Codes of n elements (rounded up to whole vectors) of one group, one a byte, or kNibbles: two, where n is a
 // multiple of four vectors.
 template <bool kNibbles, class Type, class Code>
@@ -606,8 +612,8 @@ HWY_INLINE void encode_group(const typename Type::Memory* HWY_RESTRICT x, int64_
                to + i);
 }
 
-// Of `count` groups of n elements, whole vectors; code(i): what codes the i-th. kNibbles: all are a multiple
-// of four vectors.
+// Of `count` groups of n elements, each rounded up to whole vectors; code(i): what codes the i-th. kNibbles:
+// all are a multiple of four vectors.
 template <bool kNibbles, class Type, class MakeCode>
 HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t n, int64_t count, int low,
                             int most, const MakeCode& code, uint8_t* HWY_RESTRICT to) {
@@ -629,8 +635,9 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
     return;
   }
 #endif
+  const int64_t whole = whole_vectors(n);
   for (int64_t i = 0; i < count; ++i)
-    encode_group<kNibbles, Type>(x + i * n, n, low, most, code(i), to + (kNibbles ? i * n / 2 : i * n));
+    encode_group<kNibbles, Type>(x + i * n, whole, low, most, code(i), to + (kNibbles ? i * n / 2 : i * n));
 }
 
 // The same for f64, by divisions: clamp(rne((x - bias) / scale), low, high) - low.
@@ -1037,12 +1044,15 @@ class SpanQuantizer {
     const int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     if (!batch.find(problem_, group, is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f)) return begin;
     by_rounding_ = is_e2m1_ || codec_.kind == formats::Kind::floating;
-    if (n % count == 0 && count * n <= kCodes) {  // a vector has as many lanes as a batch has groups
+    // Whole vectors of each group, which have as many lanes as a batch has groups: what they take of the next
+    // group is written again.
+    if (n >= count && count * n <= kCodes && (n % count == 0 || end + count <= span_.end)) {
       const bool has_ranks = codec_.kind == formats::Kind::table && !by_rounding_;
 #if HALFBYTE_PACKS_CODES
       // What needs no packing goes where it belongs.
       const bool is_whole = n == count || n == 2 * count || n % (4 * count) == 0;
-      if (!has_ranks && num_codes_ % 8 == 0 && (codec_.bits == 8 || (codec_.bits == 4 && is_whole))) {
+      if (!has_ranks && num_codes_ % 8 == 0 && n % count == 0 &&
+          (codec_.bits == 8 || (codec_.bits == 4 && is_whole))) {
         flush();
         if (codec_.bits == 8)
           encode_groups<false>(x_ + begin, n, batch, out_ + begin);
@@ -1160,7 +1170,7 @@ class SpanQuantizer {
                                 ScaledCode<kBias, kZero>(scale, 1 / scale, bias, zero), codes);
   }
 
-  // The same of all groups of a batch, each of whole vectors: what all have in common is made once.
+  // The same of all groups of a batch: what all have in common is made once.
   template <bool kNibbles>
   HWY_INLINE void encode_groups(const Memory* x, int64_t n, const GroupBatch& batch, uint8_t* codes) {
     const auto each = [&](int low, int most, const auto& code) HWY_ATTR {
@@ -1173,7 +1183,7 @@ class SpanQuantizer {
           return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
         if constexpr (!kNibbles)
           for (int64_t i = 0; i < GroupBatch::size(); ++i)
-            table_ranks<Type>(x + i * n, n, bounds(), scale[i], reciprocal[i], codes + i * n);
+            table_ranks<Type>(x + i * n, whole_vectors(n), bounds(), scale[i], reciprocal[i], codes + i * n);
         return;
       case formats::Kind::integer:
         if (!codec_.asymmetric)
