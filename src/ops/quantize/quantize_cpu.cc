@@ -585,6 +585,12 @@ struct FloatingCode {
   }
 };
 
+// What is read next, while this is worked on: the processor does not run ahead from one to the other.
+template <class T>
+HWY_INLINE void fetch(const T* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) hwy::Prefetch(x + i);
+}
+
 // n rounded up to a multiple of the lanes of f32.
 inline int64_t whole_vectors(int64_t n) {
   const auto N = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>()));
@@ -624,6 +630,7 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
     const int64_t groups = 4 * N / n;
     for (int64_t i = 0; i < count; i += groups) {
       const auto* own = x + i * n;
+      fetch(own + count * n, groups * n);
       uint8_t* const out = to + (kNibbles ? i * n / 2 : i * n);
       if (n == N)
         encode_four<kNibbles, false, Type>(d, own, low, most, out,
@@ -636,8 +643,10 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
   }
 #endif
   const int64_t whole = whole_vectors(n);
-  for (int64_t i = 0; i < count; ++i)
+  for (int64_t i = 0; i < count; ++i) {
+    fetch(x + (count + i) * n, n);
     encode_group<kNibbles, Type>(x + i * n, whole, low, most, code(i), to + (kNibbles ? i * n / 2 : i * n));
+  }
 }
 
 // The same for f64, by divisions: clamp(rne((x - bias) / scale), low, high) - low.
@@ -979,7 +988,7 @@ class SpanQuantizer {
                                          : codec_.kind == formats::Kind::floating &&
                                                quotient_is_exact(params.code_scale, absmax(range)));
       for (int64_t i = begin; i < begin + n; i += kCodes)
-        encode(i, std::min(kCodes, begin + n - i), params, fast);
+        encode(i, std::min(kCodes, begin + n - i), n, params, fast);
       begin += n;
     }
     flush_all(params);
@@ -1075,7 +1084,7 @@ class SpanQuantizer {
       params.code_bias = batch.code_bias[i];
       params.zero_point = batch.zero_point[i];
       for (int64_t from = begin + i * n, to = from + n; from < to; from += kCodes)
-        encode(from, std::min(kCodes, to - from), params, true);
+        encode(from, std::min(kCodes, to - from), count * n, params, true);
     }
     return end;
   }
@@ -1105,24 +1114,37 @@ class SpanQuantizer {
     store_params(problem_, group, params);
   }
 
-  // Codes of columns [begin, begin + n), n <= kCodes, appended to codes_.
-  void encode(int64_t begin, int64_t n, const formats::GroupParams<F>& params, bool fast) {
-    if (num_codes_ + n > kCodes + 8) flush();
-    uint8_t* codes = codes_ + num_codes_;
-    num_codes_ += n;
+  // Codes of columns [begin, begin + n), n <= kCodes, of a group of `size`, appended to codes_.
+  void encode(int64_t begin, int64_t n, int64_t size, const formats::GroupParams<F>& params, bool fast) {
+    uint8_t* codes = out_ + begin;
+    if (codec_.bits == 8 && n % 8 == 0 && num_codes_ % 8 == 0) {  // or where they belong
+      flush();
+      packed_ = begin + n;
+    } else {
+      if (num_codes_ + n > kCodes + 8) flush();
+      codes = codes_ + num_codes_;
+      num_codes_ += n;
+    }
     if (!fast) {
       encode_ref(problem_.x, problem_.dtype, span_.row * problem_.shape.cols + begin, n, params, codec_,
                  codes);
       return;
     }
     // Whole vectors from x, the rest through a padded copy: nothing beyond the group is read.
+    constexpr int64_t kPiece = 512;
     const auto N = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<F>()));
     const int64_t whole = n / N * N;
-    encode_vectors(x_ + begin, whole, params, codes);
+    for (int64_t i = 0; i < whole; i += kPiece) {
+      const int64_t count = std::min(kPiece, whole - i);
+      fetch(x_ + begin + size + i, count);
+      encode_vectors(x_ + begin + i, count, params, codes + i);
+    }
     if (whole < n) {
       Memory tail[HWY_MAX_BYTES / sizeof(F)] = {};
+      uint8_t last[HWY_MAX_BYTES];
       std::memcpy(tail, x_ + begin + whole, static_cast<size_t>(n - whole) * sizeof(Memory));
-      encode_vectors(tail, N, params, codes + whole);
+      encode_vectors(tail, N, params, last);
+      std::memcpy(codes + whole, last, static_cast<size_t>(n - whole));
     }
     if (codec_.kind == formats::Kind::table && !by_rounding_) codes_of_ranks(codes, n);
   }
@@ -1182,8 +1204,10 @@ class SpanQuantizer {
         if (is_e2m1_)
           return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
         if constexpr (!kNibbles)
-          for (int64_t i = 0; i < GroupBatch::size(); ++i)
+          for (int64_t i = 0; i < GroupBatch::size(); ++i) {
+            fetch(x + (GroupBatch::size() + i) * n, n);
             table_ranks<Type>(x + i * n, whole_vectors(n), bounds(), scale[i], reciprocal[i], codes + i * n);
+          }
         return;
       case formats::Kind::integer:
         if (!codec_.asymmetric)
