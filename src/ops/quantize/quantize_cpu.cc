@@ -58,33 +58,32 @@ struct BitsRange {
   typename Type::Bits min, max;  // sortable; n > 0
 };
 
+// Loads n elements, at least a vector, the last ones perhaps twice: take(vector) for each.
+template <class D, class Take>
+HWY_INLINE void each_vector(D d, const hn::TFromD<D>* x, int64_t n, const Take& take) {
+  const auto N = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+  for (; i + N <= n; i += N) take(hn::LoadU(d, x + i));
+  if (i < n) take(hn::LoadU(d, x + n - N));
+}
+
 // Range of n > 0 elements, NaN and Inf included: they sort beyond all finite values.
 template <class Type>
 HWY_INLINE BitsRange<Type> bits_range(const typename Type::Memory* x, int64_t n) {
   using Bits = typename Type::Bits;
   const hn::ScalableTag<Bits> d;
-  const auto N = static_cast<int64_t>(hn::Lanes(d));
   const auto* bits = reinterpret_cast<const Bits*>(x);
-  auto low = hn::Set(d, std::numeric_limits<Bits>::max());
-  auto high = hn::Set(d, std::numeric_limits<Bits>::min());
-  int64_t i = 0;
-  for (; i + N <= n; i += N) {
-    const auto v = sortable<Bits>(d, hn::LoadU(d, bits + i));
-    low = hn::Min(low, v);
-    high = hn::Max(high, v);
-  }
-  if (i > 0) {
-    if (i < n) {  // the last N once more
-      const auto v = sortable<Bits>(d, hn::LoadU(d, bits + n - N));
+  BitsRange<Type> range{std::numeric_limits<Bits>::max(), std::numeric_limits<Bits>::min()};
+  if (n >= static_cast<int64_t>(hn::Lanes(d))) {
+    auto low = hn::Set(d, range.min), high = hn::Set(d, range.max);
+    each_vector(d, bits, n, [&](auto v) HWY_ATTR {
+      v = sortable<Bits>(d, v);
       low = hn::Min(low, v);
       high = hn::Max(high, v);
-      i = n;
-    }
-    low = hn::MinOfLanes(d, low);
-    high = hn::MaxOfLanes(d, high);
+    });
+    return {hn::GetLane(hn::MinOfLanes(d, low)), hn::GetLane(hn::MaxOfLanes(d, high))};
   }
-  BitsRange<Type> range{hn::GetLane(low), hn::GetLane(high)};
-  for (; i < n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     const Bits v = sortable(bits[i]);
     range.min = std::min(range.min, v);
     range.max = std::max(range.max, v);
@@ -118,15 +117,6 @@ HWY_INLINE V over_lanes(DI di, const V* v, const Op& op) {
 #else
   return fours[0];
 #endif
-}
-
-// Loads n >= N elements, the last ones perhaps twice: take(vector) for each.
-template <class D, class Take>
-HWY_INLINE void each_vector(D d, const hn::TFromD<D>* x, int64_t n, const Take& take) {
-  const auto N = static_cast<int64_t>(hn::Lanes(d));
-  int64_t i = 0;
-  for (; i + N <= n; i += N) take(hn::LoadU(d, x + i));
-  if (i < n) take(hn::LoadU(d, x + n - N));
 }
 
 // Of n elements, at least as many as f32 has lanes: in each lane the least and the largest x, sortable, or
