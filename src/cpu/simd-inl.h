@@ -89,6 +89,14 @@ HWY_INLINE Two<hn::Vec<D>> load_two(D d, const typename Type::Memory* x) {
   }
 }
 
+// x / scale by the reciprocal and an exact residual correction (Markstein), correctly rounded where nothing
+// under- or overflows.
+template <class V>
+HWY_INLINE V quotient(V x, V scale, V reciprocal) {
+  const V q = hn::Mul(x, reciprocal);
+  return hn::MulAdd(hn::NegMulAdd(q, scale, x), reciprocal, q);
+}
+
 // f32 lanes that are not NaN: bf16, round half to even, in the upper half of each lane; anything in the
 // lower.
 template <class D32>

@@ -436,14 +436,6 @@ HWY_INLINE void range_segment(const Source<typename Type::Memory>& x, int64_t be
   }
 }
 
-// x / scale by the reciprocal and an exact residual correction (Markstein), correctly rounded where nothing
-// under- or overflows.
-template <class D>
-HWY_INLINE hn::Vec<D> quotient(D, hn::Vec<D> x, hn::Vec<D> scale, hn::Vec<D> inverse) {
-  const auto q = hn::Mul(x, inverse);
-  return hn::MulAdd(hn::NegMulAdd(q, scale, x), inverse, q);
-}
-
 // ---- Tiles ------------------------------------------------------------------------------------
 
 // What a thread has to work on tiles. An operation derives from it.

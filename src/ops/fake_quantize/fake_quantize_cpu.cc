@@ -70,7 +70,7 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
     seen = hn::MulAdd(v, hn::Zero(d), seen);
     V rounded, value;
     if constexpr (kWay == Way::fast) {
-      const auto q = quotient(d, hn::Min(g.most, hn::Max(g.least, v)), g.scale, g.inverse);
+      const auto q = quotient(hn::Min(g.most, hn::Max(g.least, v)), g.scale, g.inverse);
       rounded = hn::Sub(hn::Add(q, magic), magic);
       value = kMask ? hn::Min(g.high, hn::Max(g.low, rounded)) : rounded;
     } else if constexpr (kWay == Way::exact) {
@@ -95,7 +95,7 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
       const __m512i values = values_of_16(scales.low[k], scales.scale[k]);
       const auto place = [&](V v, V& seen) HWY_ATTR {  // the quotient, rounded, in the low bits
         seen = hn::MulAdd(v, hn::Zero(d), seen);
-        const auto q = quotient(d, hn::Min(g.most, hn::Max(g.least, v)), g.scale, g.inverse);
+        const auto q = quotient(hn::Min(g.most, hn::Max(g.least, v)), g.scale, g.inverse);
         return _mm512_castps_si512(hn::Add(q, magic).raw);
       };
       for (; i + 2 * N <= end; i += 2 * N) {

@@ -398,13 +398,6 @@ HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t
 #endif
 }
 
-// v / s, correctly rounded; r: 1 / s. Exact within limits, see quotient_is_exact and has_exact_e2m1.
-template <class V>
-HWY_INLINE V quotient(V v, V s, V r) {
-  const V q = hn::Mul(v, r);
-  return hn::MulAdd(hn::NegMulAdd(q, s, v), r, q);
-}
-
 // Whether FloatingCode gives the codes of the quotients: their corrections are exact near every edge, and
 // none but 0 is so small that it rounds to 0, whose code has no sign.
 template <class Type>
@@ -439,8 +432,8 @@ HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double 
 #if HWY_ARCH_X86
 #define HALFBYTE_PACKS_CODES 1
 // Four vectors of integers below 2^31, less `low`, as codes from 0 to `most`: bytes, or the nibbles of bytes.
-// Integers saturate on their way, which clamps them. They are in their order, or kSplit: as load_split has
-// it, the first and the last two.
+// Integers saturate on their way, which clamps them. They are in their order, or kSplit: the first and the
+// last two as load_two has them.
 template <bool kNibbles, bool kSplit, class V>
 HWY_INLINE void store_four(V v0, V v1, V v2, V v3, int low, int most, uint8_t* HWY_RESTRICT to) {
 #if HALFBYTE_AVX512
@@ -1000,8 +993,7 @@ class SpanQuantizer {
     int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     alignas(64) uint16_t absmax[32];
     for (; begin + 4 * n <= span_.end; begin += 4 * n, group += 4) {
-      // The work on a batch takes longer than the reads the processor runs ahead: fetch what comes after.
-      for (int64_t i = 0; i < 4 * n; i += 32) hwy::Prefetch(x + begin + i + kPrefetch);
+      fetch(x + begin + kPrefetch, 4 * n);
       _mm512_store_si512(
           absmax, largest_of_four(largest_bf16(x + begin, n), largest_bf16(x + begin + n, n),
                                   largest_bf16(x + begin + 2 * n, n), largest_bf16(x + begin + 3 * n, n)));
@@ -1104,8 +1096,9 @@ class SpanQuantizer {
     store_params(problem_, group, params);
   }
 
-  // Codes of columns [begin, begin + n), n <= kCodes, of a group of `size`, appended to codes_.
-  void encode(int64_t begin, int64_t n, int64_t size, const formats::GroupParams<F>& params, bool fast) {
+  // Codes of columns [begin, begin + n), n <= kCodes, appended to codes_. What is `ahead` columns further is
+  // fetched.
+  void encode(int64_t begin, int64_t n, int64_t ahead, const formats::GroupParams<F>& params, bool fast) {
     uint8_t* codes = out_ + begin;
     if (codec_.bits == 8 && n % 8 == 0 && num_codes_ % 8 == 0) {  // or where they belong
       flush();
@@ -1126,7 +1119,7 @@ class SpanQuantizer {
     const int64_t whole = n / N * N;
     for (int64_t i = 0; i < whole; i += kPiece) {
       const int64_t count = std::min(kPiece, whole - i);
-      fetch(x_ + begin + size + i, count);
+      fetch(x_ + begin + ahead + i, count);
       encode_vectors(x_ + begin + i, count, params, codes + i);
     }
     if (whole < n) {

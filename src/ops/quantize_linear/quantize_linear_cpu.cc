@@ -54,7 +54,7 @@ HWY_INLINE bool quantize_segment(const Source<typename Type::Memory>& x, int64_t
     V q;
     if constexpr (kFast) {
       const auto w = hn::Min(g.high, hn::Max(g.low, v));
-      q = quotient(d, w, g.scale, g.inverse);
+      q = quotient(w, g.scale, g.inverse);
     } else {
       q = hn::Min(g.high, hn::Max(g.low, hn::Div(v, g.scale)));
     }
