@@ -281,6 +281,18 @@ __device__ __forceinline__ u32 codes_of_ranks(u32 ranks) {
 // 1 if a < b, from the sign of the difference: an addition more than a comparison can have for its result.
 __device__ __forceinline__ u32 one_if_less(float a, float b) { return bit_cast<u32>(__fsub_rn(a, b)) >> 31; }
 
+// The codes of fp8 for two quotients, neither NaN; what is too large is the largest.
+__device__ __forceinline__ u32 to_e4m3_pair(float low, float high) {
+#if HALFBYTE_DEVICE_ARCH >= 890
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  const auto code = [](float y) -> u32 { return f32_to_e4m3(clamp(y, -kMaxE4m3, kMaxE4m3)); };
+  return code(low) | code(high) << 8;
+#endif
+}
+
 // Of a chunk of a group that is not slow; all lanes of the warp take part.
 template <bool kClampHigh>
 __device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e, const LaneBins& bins) {
@@ -303,10 +315,11 @@ __device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e,
     return {codes_of_ranks(sums[0]), 0};
   } else if constexpr (kFloating) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const float y = min(fabsf(quotient(x[i], e.scale, e.reciprocal)), kMaxE4m3);
-      const u32 sign = bit_cast<u32>(x[i]) >> 24 & 0x80u;  // the quotient of -0 is +0
-      sums[i / Packed::kLow] |= (f32_to_e4m3(y) | sign) << (kBits * (i % Packed::kLow));
+    for (int i = 0; i < kChunk; i += 2) {
+      const auto y = [&](int k) {  // the quotient of -0 is +0
+        return copysignf(quotient(x[k], e.scale, e.reciprocal), x[k]);
+      };
+      sums[i / Packed::kLow] |= to_e4m3_pair(y(i), y(i + 1)) << (kBits * (i % Packed::kLow));
     }
     return {sums[0], sums[1]};
   } else {
