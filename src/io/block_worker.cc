@@ -6,8 +6,8 @@
 namespace halfbyte::io {
 namespace {
 
-constexpr int64_t kCudaBlockElements = 8 << 20;
-constexpr int kMaxCudaWorkers = 8;
+constexpr int64_t kCudaBlockElements = 2 << 20;
+constexpr int kMaxCudaWorkers = 16;
 
 }  // namespace
 
@@ -44,10 +44,10 @@ std::vector<Device> worker_devices(std::span<const Device> devices, int num_thre
 }
 
 double device_rate(int num_threads) {
-  return 6.4e9 * num_workers({DeviceKind::cuda, 0}, num_threads) / kMaxCudaWorkers;
+  return 20e9 * num_workers({DeviceKind::cuda, 0}, num_threads) / kMaxCudaWorkers;
 }
 
-int files_at_once(int num_workers) { return std::clamp(num_workers / 8, 1, 4); }
+int files_at_once(int num_workers) { return std::clamp(num_workers / 4, 1, 8); }
 
 void BlockWorker::drain() const noexcept {
   try {

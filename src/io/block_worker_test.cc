@@ -96,17 +96,17 @@ TEST(BlockWorker, NumberOfWorkers) {
   EXPECT_EQ(io::num_workers({}, 5), 5);
   EXPECT_EQ(io::num_workers({}, 64), 64);
   EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 5), 5);
-  EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 64), 8);
+  EXPECT_EQ(io::num_workers({DeviceKind::cuda, 0}, 64), 16);
 
   const Device cpu, first{DeviceKind::cuda, 0}, second{DeviceKind::cuda, 1};
   const auto count = [](const std::vector<Device>& workers, Device device) {
     return std::ranges::count(workers, device);
   };
   EXPECT_EQ(io::worker_devices({}, 3), (std::vector<Device>{cpu, cpu, cpu}));
-  EXPECT_EQ(io::worker_devices({{second, first}}, 64).size(), 16u);
-  const std::vector<Device> all = io::worker_devices({{cpu, first, second}}, 32);
-  EXPECT_EQ(all.size(), 32u);
-  EXPECT_EQ(count(all, first), 8);
+  EXPECT_EQ(io::worker_devices({{second, first}}, 64).size(), 32u);
+  const std::vector<Device> all = io::worker_devices({{cpu, first, second}}, 48);
+  EXPECT_EQ(all.size(), 48u);
+  EXPECT_EQ(count(all, first), 16);
   EXPECT_EQ(count(all, cpu), 16);
   EXPECT_EQ(all.front(), first) << "whose blocks are the larger ones";
   const std::vector<Device> few = io::worker_devices({{cpu, first}}, 2);

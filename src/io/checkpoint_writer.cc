@@ -395,6 +395,11 @@ InputFile OutputCheckpoint::open_side_file(const std::string& name) const {
   return InputFile::open_beneath(path.parent_path().string(), path.filename().string());
 }
 
+int reserving_threads(uint64_t num_bytes, int num_threads) {
+  constexpr uint64_t kMany = uint64_t{1} << 30;
+  return num_bytes < kMany ? 1 : num_threads;
+}
+
 void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
   std::vector<std::pair<std::string, uint64_t>> planned;
   for (size_t file = 0; file < num_bytes.size(); ++file)
@@ -408,16 +413,14 @@ void OutputCheckpoint::reserve_bytes(std::span<const uint64_t> num_bytes) {
     missing += bytes - std::min(bytes, directory_->size_of(name).allocated);
   // First, as it takes no time where there is too little, and is all that some file systems can do.
   directory_->check_space(missing, planned.size());
-  // Memory file systems fill the space with zeros: a thread does 4 to 7 GB/s.
-  constexpr uint64_t kMany = uint64_t{1} << 30;
-  parallel_for(std::ssize(planned), 1, missing < kMany ? 1 : num_threads_,
-               [&](int64_t begin, int64_t end, int) {
-                 for (int64_t i = begin; i < end; ++i) {
-                   const auto& [name, bytes] = planned[static_cast<size_t>(i)];
-                   const OutputFile created(*directory_, name, bytes);
-                   reporter_.poll();
-                 }
-               });
+  const int threads = reserving_threads(missing, num_threads_);
+  parallel_for(std::ssize(planned), 1, threads, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto& [name, bytes] = planned[static_cast<size_t>(i)];
+      const OutputFile created(*directory_, name, bytes);
+      reporter_.poll();
+    }
+  });
 }
 
 template <class Make>

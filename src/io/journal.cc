@@ -201,7 +201,7 @@ Json source_identity(const Checkpoint::Impl& input, std::span<const std::string>
 }
 
 std::string hash_file(const InputFile& file, int num_threads, ProgressReporter& reporter) {
-  constexpr int64_t kPart = int64_t{16} << 20;
+  constexpr int64_t kPart = int64_t{1} << 20;
   const auto size = static_cast<int64_t>(file.size());
   std::vector<std::string> hashes(static_cast<size_t>(ceil_div(size, kPart)));
   std::vector<std::unique_ptr<std::byte[]>> buffers(static_cast<size_t>(effective_threads(num_threads)));

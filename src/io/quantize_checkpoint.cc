@@ -45,7 +45,7 @@ struct QuantizeItem {
 
 // What a sample has taken, in seconds.
 struct SampleTimes {
-  double reserve = 0, run = 0, verify = 0, sync = 0;
+  double run = 0, verify = 0, sync = 0;
 };
 
 class Quantizer {
@@ -141,6 +141,7 @@ class Quantizer {
   uint64_t bytes_of_set(size_t set) const;
   TensorFiles write_sample(size_t set, const std::string& directory, SampleTimes& times);
   void complete_sample(size_t set, const TensorFiles& written, bool is_hashed, SampleTimes& times);
+  double measure_reserve(uint64_t num_bytes, const std::string& directory) const;
   SampleRates measure(const RunPlan& plan, const std::string& directory);
   void estimate();
 
@@ -1025,13 +1026,13 @@ uint64_t Quantizer::bytes_of_set(size_t set) const {
 Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& directory, SampleTimes& times) {
   const std::vector<size_t> files = files_of_set(set);
   while (true) {
-    SampleTimes own;
+    double run = 0, reserve = 0;
     TensorFiles written;
     {
-      const Stopwatch running(own.run);
+      const Stopwatch running(run);
       written = write_files(
           [&](size_t, std::vector<StoredTensor>&& tensors) {
-            const Stopwatch reserving(own.reserve);
+            const Stopwatch reserving(reserve);
             return TensorFile::unnamed(directory, {std::move(tensors), {}});
           },
           files);
@@ -1044,8 +1045,7 @@ Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& di
         is_held = false;
       }
     if (!is_held) continue;
-    times.reserve += own.reserve;
-    times.run += own.run - own.reserve;
+    times.run += run - reserve;
     return written;
   }
 }
@@ -1064,11 +1064,26 @@ void Quantizer::complete_sample(size_t set, const TensorFiles& written, bool is_
   }
 }
 
+// Seconds for each byte of files that are reserved as those of the run, which has `num_bytes` of them.
+double Quantizer::measure_reserve(uint64_t num_bytes, const std::string& directory) const {
+  constexpr uint64_t kMostBytes = 16 << 20;  // of a file
+  const int threads = reserving_threads(num_bytes, options_.num_threads);
+  const auto count = std::min(static_cast<size_t>(effective_threads(threads)), files_.names.size());
+  const uint64_t each = std::min(kMostBytes, num_bytes / count + 1);
+  std::vector<std::unique_ptr<OutputFile>> files(count);
+  const Timer timer;
+  parallel_for(std::ssize(files), 1, threads, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i)
+      files[static_cast<size_t>(i)] = OutputFile::unnamed(directory, each);
+  });
+  return timer.seconds() / static_cast<double>(each * count);
+}
+
 // Does to samples what the run does to all. `directory`: as OutputFile::unnamed takes it.
 SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory) {
   constexpr int kNumSets = 4;
   constexpr double kSetSeconds = 0.2;
-  constexpr uint64_t kPieceBytes = 16 << 20, kMinSetBytes = 4 << 20, kMaxSetBytes = 128 << 20;
+  constexpr uint64_t kPieceBytes = 16 << 20, kMinSetBytes = 4 << 20, kMaxSetBytes = 512 << 20;
   Team alone(nullptr);
   const std::vector<SampledWeight> weights = sampled_weights();
   make_workers();
@@ -1125,16 +1140,13 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   sample.workers_->add_seconds(before);
   // Of writing, and of completing.
   SampleTimes alone_times, beside_times;
-  double all_bytes = 0, output_bytes = 0, alone_bytes[2] = {}, beside_bytes[2] = {};
+  double all_bytes = 0, alone_bytes[2] = {}, beside_bytes[2] = {};
   const bool overlaps = plan.overlaps && plan.batch_bytes.size() > 1;
   Background completion(overlaps);
   std::shared_ptr<TensorFiles> previous;
   for (size_t set = 0; set < sets.size(); ++set) {
     const auto bytes = static_cast<double>(sample.bytes_of_set(set));
     all_bytes += bytes;
-    for (const size_t file : sample.files_of_set(set))
-      for (const size_t i : sample.files_.weights[file])
-        output_bytes += static_cast<double>(sample.report_.weights[i].output_bytes);
     const bool is_beside = previous != nullptr;
     (is_beside ? beside_bytes : alone_bytes)[0] += bytes;
     const auto written = std::make_shared<TensorFiles>(
@@ -1161,7 +1173,7 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   rates.read = (after.read_seconds - before.read_seconds) / all_bytes;
   rates.write = (after.write_seconds - before.write_seconds) / all_bytes;
   rates.compute = (after.compute_seconds - before.compute_seconds) / all_bytes;
-  rates.reserve = (alone_times.reserve + beside_times.reserve) / std::max(1.0, output_bytes);
+  if (plan.reserved_bytes > 0) rates.reserve = measure_reserve(plan.reserved_bytes, directory);
   rates.start = std::max(0.0, first.run - rates.alone.run * static_cast<double>(first_bytes) -
                                   rates.ranges * static_cast<double>(first_ranges_bytes));
   return rates;
