@@ -12,14 +12,19 @@ namespace halfbyte::cli {
 
 namespace {
 
-// ", limited by compute (82 %; read 12 %, write 6 %)"
+// "; limited by compute (run: compute 70 %, copy 12 %, read 12 %, write 6 %)"
 std::string limit_text(const CheckpointReport& report) {
   const std::string_view limit = bottleneck(report);
   if (limit.empty()) return "";
-  const double all = report.compute_seconds + report.read_seconds + report.write_seconds;
-  const auto share = [&](double seconds) { return all > 0 ? 100 * seconds / all : 0; };
-  return fmt::format("; limited by {} (run: compute {:.0f} %, read {:.0f} %, write {:.0f} %)", limit,
-                     share(report.compute_seconds), share(report.read_seconds), share(report.write_seconds));
+  const double all =
+      report.compute_seconds + report.copy_seconds + report.read_seconds + report.write_seconds;
+  const auto share = [&](const char* what, double seconds) {
+    return fmt::format("{} {:.0f} %", what, all > 0 ? 100 * seconds / all : 0);
+  };
+  std::string shares = share("compute", report.compute_seconds);
+  if (report.copy_seconds > 0) shares += ", " + share("copy", report.copy_seconds);
+  return fmt::format("; limited by {} (run: {}, {}, {})", limit, shares, share("read", report.read_seconds),
+                     share("write", report.write_seconds));
 }
 
 // "2.51 s", "95 s", "31 min", "2.4 h"
@@ -288,6 +293,7 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   document["verify_seconds"] = report.verify_seconds;
   document["read_seconds"] = report.read_seconds;
   document["write_seconds"] = report.write_seconds;
+  document["copy_seconds"] = report.copy_seconds;
   document["compute_seconds"] = report.compute_seconds;
   document["total_seconds"] = report.total_seconds;
   document["time_note"] = report.time_note;

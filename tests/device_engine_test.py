@@ -127,6 +127,7 @@ def test_all_devices(halfbyte, device, source_of, tmp_path):
     report = json.loads(halfbyte("quantize", source_of("large"), "-o", tmp_path / "all", "--device", "cuda:all", "--json",
                                  "-").stdout)
     assert report["device"] == ",".join(f"cuda:{index}" for index in usable) and report["compute_seconds"] > 0
+    assert report["copy_seconds"] > 0
     assert_same(tmp_path / "cpu", tmp_path / "all")
 
 

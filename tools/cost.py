@@ -12,26 +12,31 @@ from dataclasses import dataclass
 
 GB = 1e9
 FILE_BYTES = 5 * GB  # of a published model
-FILES_AT_ONCE = 4
+FILES_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes of the source a second."""
+
+    run: float  # reading, quantizing and writing files, beside the completion of others
+    complete: float  # verifying and hashing them
 
 
 @dataclass(frozen=True)
 class Host:
-    """What one process runs on. Rates are bytes of the source a second, of bench/RESULTS.md: 32 threads, verified."""
+    """What one process runs on."""
 
     name: str
-    nf4: float  # writing files beside verifying others
-    nvfp4: float | None  # None: not measured
-    start: float  # s: threads, devices, and the first files
+    nf4: Rates
+    nvfp4: Rates | None  # None: not measured
+    start: float  # s: the program, devices, threads
 
 
-# Fitted on nf4, 17.2 GB in memory. CPU: 1.74 s not verified and 13.4 GB/s writing, so 0.46 s of start; 2.45 s verified.
-# Devices hide verifying: 6.4 and 7.65 GB/s writing; 17.2 GB at 4.4 and 4.7 GB/s in all. nvfp4: 5.4 and 5.8 GB/s writing,
-# and of the CPU verifying besides, which at 24 GB/s is what makes nf4 8.6 GB/s of 13.4.
-CPU = Host("CPU", 8.6 * GB, 4.4 * GB, 0.5)
-GPU = Host("1 GPU", 6.4 * GB, None, 1.2)
-GPUS = Host("2 GPUs", 7.65 * GB, 5.8 * GB, 1.4)
-VERIFY = 24 * GB  # of the last files, which nothing hides
+# With 32 threads, of bench/RESULTS.md: nf4 33.7 GB in 31 files, nvfp4 16.2 GB in 15, in memory.
+CPU = Host("CPU", Rates(32.7 * GB, 15.8 * GB), Rates(28.7 * GB, 10.8 * GB), 0.3)
+GPU = Host("1 GPU", Rates(18.3 * GB, 15.5 * GB), None, 0.6)
+GPUS = Host("2 GPUs", Rates(29.7 * GB, 16.2 * GB), Rates(27.5 * GB, 10.4 * GB), 0.8)
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,18 @@ def estimate(num_weights, layout, storage, host, ranks):
     num_files = math.ceil(source / FILE_BYTES)
     active = min(ranks, num_files)
     share = math.ceil(num_files / ranks) / num_files  # of the busiest
-    rate = getattr(host, layout)
+    rates = getattr(host, layout)
     read = share * source / min(storage.link, storage.read / active)
     write = share * output / min(storage.link, storage.write / active)
-    work = share * source / rate
+    compute = share * source / rates.run
+    complete = share * source / rates.complete
     ranges = read if layout == "nvfp4" else 0  # the pass that finds global scales
-    last = min(FILES_AT_ONCE * FILE_BYTES, share * source) / VERIFY
-    total = host.start + ranges + max(read + write, work) + last
-    limit = "compute" if work > ranges + read + write else "read" if ranges + read > write else "write"
-    return total, limit
+    run = max(read + write, compute)
+    batch = min(1, FILES_AT_ONCE * FILE_BYTES / (share * source))  # the first is written alone, the last completed alone
+    total = host.start + ranges + batch * run + (1 - batch) * max(run, complete) + batch * complete
+    if complete > ranges + run:
+        return total, "verify"
+    return total, "compute" if compute > ranges + read + write else "read" if ranges + read > write else "write"
 
 
 def seconds_text(seconds):

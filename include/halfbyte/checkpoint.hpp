@@ -255,16 +255,16 @@ struct CheckpointReport {
   uint64_t peak_buffer_bytes = 0;  // upper bound of the working memory on the host, as planned
   // Of writing the files, of syncing them, and of verifying them: they overlap where there are several.
   double run_seconds = 0, sync_seconds = 0, verify_seconds = 0;
-  // Of run_seconds, on all workers together: waiting for what they read, and for what they write, and the
-  // rest, which is computing (with the copies to a CUDA device and back).
-  double read_seconds = 0, write_seconds = 0, compute_seconds = 0;
+  // Of run_seconds, on all workers together: waiting for what they read, for what they write, and for copies
+  // to CUDA devices and back; and the rest, which is computing.
+  double read_seconds = 0, write_seconds = 0, copy_seconds = 0, compute_seconds = 0;
   // Of quantize and dequantize, from opening the input to the end. A dry run of quantize estimates this, and
   // the times above, from a sample that it takes (docs/scale.md); 0: it could not.
   double total_seconds = 0;
   std::string time_note;  // of a dry run: what was not measured, and why; empty: nothing
 };
-// What a run would have to be quicker at to be quicker: "read", "compute", "write", "verify" or "sync";
-// empty: nothing was run, nor estimated.
+// What a run would have to be quicker at to be quicker: "read", "copy", "compute", "write", "verify" or
+// "sync"; empty: nothing was run, nor estimated.
 HALFBYTE_API const char* bottleneck(const CheckpointReport& report);
 
 // Reads `input` and writes `output`: file -> file, directory -> directory. The output is written to a

@@ -494,11 +494,12 @@ void bind_reports(nb::module_& module) {
       .def_ro("verify_seconds", &CheckpointReport::verify_seconds)
       .def_ro("read_seconds", &CheckpointReport::read_seconds, "Of run_seconds, on all workers together.")
       .def_ro("write_seconds", &CheckpointReport::write_seconds, "Likewise.")
+      .def_ro("copy_seconds", &CheckpointReport::copy_seconds, "Likewise: to CUDA devices and back.")
       .def_ro("compute_seconds", &CheckpointReport::compute_seconds, "Likewise.")
       .def_prop_ro(
           "bottleneck", [](const CheckpointReport& self) { return bottleneck(self); },
           nb::sig("def bottleneck(self) -> str"),
-          "\"read\", \"compute\", \"write\", \"verify\" or \"sync\"; \"\": nothing was run.")
+          "\"read\", \"copy\", \"compute\", \"write\", \"verify\" or \"sync\"; \"\": nothing was run.")
       .def_ro("total_seconds", &CheckpointReport::total_seconds,
               "Of quantize and dequantize. A dry run of quantize estimates all times.")
       .def_ro("time_note", &CheckpointReport::time_note,

@@ -482,7 +482,8 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
                   of.compute_seconds,
                   bottleneck(of),
                   of.total_seconds,
-                  of.time_note.c_str()},
+                  of.time_note.c_str(),
+                  of.copy_seconds},
                  "info");
   });
 }

@@ -100,6 +100,16 @@ struct BlockWorker {
     }
   }
 
+  // Enqueues copies to a CUDA device, or back, and waits for them. Nothing on the CPU. All that comes before
+  // on the stream must be done, or would count.
+  template <class Copies>
+  void transfer(const Copies& copies) {
+    if (device.kind == DeviceKind::cpu) return;
+    const Stopwatch copying(copy_seconds);
+    copies();
+    stream.synchronize();
+  }
+
   Device device;
   Stream stream;
   int64_t max_elements;  // of a block
@@ -108,7 +118,8 @@ struct BlockWorker {
   NativeBuffers native;  // what is between
   Buffer stored;         // bytes as they are in the file; has no mirror
   Buffer untiled;        // elements of a block that are still to be tiles; likewise
-  double seconds = 0, read_seconds = 0, write_seconds = 0;  // of its work: in all, in reading, in writing
+  // Of its work: in all, and in each but computing.
+  double seconds = 0, read_seconds = 0, write_seconds = 0, copy_seconds = 0;
 
  private:
   // After a failure: what is in flight must not outlive its memory.
@@ -144,7 +155,9 @@ class BlockWorkers {
       if (!plan.worker) continue;
       report.read_seconds += plan.worker->read_seconds;
       report.write_seconds += plan.worker->write_seconds;
-      report.compute_seconds += plan.worker->seconds - plan.worker->read_seconds - plan.worker->write_seconds;
+      report.copy_seconds += plan.worker->copy_seconds;
+      report.compute_seconds += plan.worker->seconds - plan.worker->read_seconds -
+                                plan.worker->write_seconds - plan.worker->copy_seconds;
     }
   }
 

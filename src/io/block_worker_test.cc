@@ -130,6 +130,8 @@ TEST(CheckpointReport, Bottleneck) {
   EXPECT_STREQ(bottleneck(report), "read");
   report.compute_seconds = 5;
   EXPECT_STREQ(bottleneck(report), "compute");
+  report.copy_seconds = 5.5;
+  EXPECT_STREQ(bottleneck(report), "copy");
   report.write_seconds = 6;
   EXPECT_STREQ(bottleneck(report), "write");
   report.verify_seconds = 1, report.sync_seconds = 1.5;

@@ -394,23 +394,23 @@ void decode_block(const Checkpoint::Impl& checkpoint, const StoredWeight& quanti
                   BlockWorker& worker, const TensorView& y) {
   const QuantizedView view = native_view(quantized.weight, block, worker.native);
   for (const Role role : block_roles(quantized.weight.spec)) {
-    {
-      const Stopwatch reading(worker.read_seconds);
-      if (role == Role::scales && quantized.weight.spec.double_quant)
-        read_quantized_scales(checkpoint, quantized, block, worker);
-      else
-        read_part(checkpoint, quantized, block, role, worker);
-    }
-    worker.native.of(role).upload(worker.stream);
+    const Stopwatch reading(worker.read_seconds);
+    if (role == Role::scales && quantized.weight.spec.double_quant)
+      read_quantized_scales(checkpoint, quantized, block, worker);
+    else
+      read_part(checkpoint, quantized, block, role, worker);
   }
   if (quantized.weight.e5m2_codes) {
     const bool on_cpu = y.device.kind == DeviceKind::cpu;  // otherwise y is the mirror of worker.dense
     decode_e5m2(quantized.weight, block, worker.native, y.dtype,
                 on_cpu ? static_cast<std::byte*>(y.data) : worker.dense.data());
-    if (!on_cpu) worker.dense.upload(worker.stream);
+    if (!on_cpu) worker.transfer([&] { worker.dense.upload(worker.stream); });
     return;
   }
-  if (has_global_scale(quantized.weight.spec)) worker.native.global_scale.upload(worker.stream);
+  worker.transfer([&] {
+    for (const Role role : block_roles(quantized.weight.spec)) worker.native.of(role).upload(worker.stream);
+    if (has_global_scale(quantized.weight.spec)) worker.native.global_scale.upload(worker.stream);
+  });
   dequantize(view, y, worker.execution());
 }
 

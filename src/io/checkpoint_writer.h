@@ -62,8 +62,8 @@ uint64_t file_bytes(FileContent content);
 // Of each file, which of `num_processes` writes it: the largest goes to the one with the least to do, and so
 // on.
 std::vector<int> deal_files(std::span<const uint64_t> num_bytes, int num_processes);
-// Threads that reserve files of so many bytes: memory file systems fill the space with zeros, 4 to 7 GB/s by a
-// thread.
+// Threads that reserve files of so many bytes: memory file systems fill the space with zeros, 4 to 7 GB/s by
+// a thread.
 int reserving_threads(uint64_t num_bytes, int num_threads);
 
 class Journal;

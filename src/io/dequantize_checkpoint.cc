@@ -284,8 +284,8 @@ void Dequantizer::dequantize_elements(TensorFile& file, const DequantizeTask& ta
                                            static_cast<size_t>(block.count * size));
     decode_block(input_, quantized, block, worker,
                  {worker.dense.mirror(), dtype, {block.rows, block.cols}, {}, worker.device});
-    worker.dense.download(worker.stream);
     worker.stream.synchronize();
+    worker.transfer([&] { worker.dense.download(worker.stream); });
     restore_columns(quantized.weight, worker.dense.data(), block.rows, size);
     const Stopwatch writing(worker.write_seconds);
     write_elements(file, task.weight, block.begin, bytes, size);

@@ -55,7 +55,7 @@ void ImportanceFile::check(std::span<const QuantizedWeight* const> weights) cons
 Importance ImportanceFile::read(const QuantizedWeight& weight, const Block& block,
                                 BlockWorker& worker) const {
   values(weight, worker.importance);
-  worker.importance.upload(worker.stream);
+  worker.transfer([&] { worker.importance.upload(worker.stream); });
   return {reinterpret_cast<const float*>(worker.importance.mirror()), weight.cols(),
           block.begin % weight.cols()};
 }

@@ -496,7 +496,7 @@ TensorView Quantizer::read_block(const QuantizeItem& item, const Block& block, B
     read_output(input_, item.source, static_cast<uint64_t>(block.begin * size),
                 {data, static_cast<size_t>(block.count * size)}, worker.stored);
   }
-  worker.dense.upload(worker.stream);
+  worker.transfer([&] { worker.dense.upload(worker.stream); });
   return {worker.dense.mirror(), item.target.dtype, {block.rows, block.cols}, {}, worker.device};
 }
 
@@ -521,8 +521,9 @@ QuantizeStatus Quantizer::quantize_block(TensorFile& file, QuantizeItem& item, c
   QuantizeStatus status = quantize(x, view, *item.target.encoding, worker.execution(),
                                    needs_range(item) ? &item.range : nullptr, importance);
   if (status.num_nonfinite > 0) status.first_nonfinite += block.begin;
-  for (const Role role : block_roles(spec)) worker.native.of(role).download(worker.stream);
-  worker.stream.synchronize();
+  worker.transfer([&] {
+    for (const Role role : block_roles(spec)) worker.native.of(role).download(worker.stream);
+  });
   for (const Part& part : item.parts) {
     if (part.role == Role::constant || part.role == Role::scales_absmax) continue;
     if (part.role != Role::codes && spec.granularity == Granularity::tensor && block.begin > 0) continue;
@@ -553,7 +554,7 @@ QuantizeStatus Quantizer::quantize_tiles(TensorFile& file, QuantizeItem& item, c
                 {x, static_cast<size_t>(num_bytes)}, worker.stored);
   }
   tiles.gather(x, size, worker.dense.reserve(tiles.num_elements() * size));
-  worker.dense.upload(worker.stream);
+  worker.transfer([&] { worker.dense.upload(worker.stream); });
   QuantizedView view{tiles.spec(), tiles.count(), tiles.num_elements() / tiles.count()};
   worker.native.codes.reserve(tiles.num_elements());
   view.codes = reinterpret_cast<uint8_t*>(worker.native.codes.mirror());
@@ -563,9 +564,10 @@ QuantizeStatus Quantizer::quantize_tiles(TensorFile& file, QuantizeItem& item, c
       quantize({worker.dense.mirror(), target.dtype, {view.rows, view.cols}, {}, worker.device}, view,
                *target.encoding, worker.execution());
   if (status.num_nonfinite > 0) status.first_nonfinite = block.begin + tiles.element(status.first_nonfinite);
-  worker.native.codes.download(worker.stream);
-  worker.native.scales.download(worker.stream);
-  worker.stream.synchronize();
+  worker.transfer([&] {
+    worker.native.codes.download(worker.stream);
+    worker.native.scales.download(worker.stream);
+  });
   std::byte* const scales = worker.native.scales.data();
   replace_zero_scales(target, tiles.count(), scales);
   for (const Part& part : item.parts) {
@@ -946,6 +948,7 @@ RunPlan Quantizer::run_plan() {
     mine_.push_back(file);
   }
   plan.overlaps = overlaps();
+  plan.starts_beside = uses_cuda();
   if (team_.leads()) plan.reserved_bytes = std::accumulate(planned.begin(), planned.end(), uint64_t{0});
   for (const QuantizeItem& item : items_)
     if (needs_range(item)) plan.ranges_bytes += report_.weights[item.report].source_bytes;
@@ -1173,6 +1176,7 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   rates.read = (after.read_seconds - before.read_seconds) / all_bytes;
   rates.write = (after.write_seconds - before.write_seconds) / all_bytes;
   rates.compute = (after.compute_seconds - before.compute_seconds) / all_bytes;
+  rates.copy = (after.copy_seconds - before.copy_seconds) / all_bytes;
   if (plan.reserved_bytes > 0) rates.reserve = measure_reserve(plan.reserved_bytes, directory);
   rates.start = std::max(0.0, first.run - rates.alone.run * static_cast<double>(first_bytes) -
                                   rates.ranges * static_cast<double>(first_ranges_bytes));
@@ -1215,6 +1219,7 @@ void Quantizer::estimate() {
   report_.read_seconds = times.read;
   report_.write_seconds = times.write;
   report_.compute_seconds = times.compute;
+  report_.copy_seconds = times.copy;
 }
 
 CheckpointReport Quantizer::run() {

@@ -80,8 +80,10 @@ RunTimes estimate_times(const SampleRates& rates, const RunPlan& plan) {
   times.read = rates.read * all;
   times.write = rates.write * all;
   times.compute = rates.compute * all;
-  times.total += rates.start + rates.reserve * static_cast<double>(plan.reserved_bytes) +
-                 rates.ranges * static_cast<double>(plan.ranges_bytes);
+  times.copy = rates.copy * all;
+  const double reserve = rates.reserve * static_cast<double>(plan.reserved_bytes);
+  times.total += plan.starts_beside ? std::max(rates.start, reserve) : rates.start + reserve;
+  times.total += rates.ranges * static_cast<double>(plan.ranges_bytes);
   return times;
 }
 

@@ -32,10 +32,10 @@ struct StageRates {
 struct SampleRates {
   // Each stage alone; and the first beside the others, where files are completed while others are written.
   StageRates alone, beside;
-  double read = 0, write = 0, compute = 0;  // of `run`, on all workers together
-  double ranges = 0;                        // of the pass that finds global scales
-  double reserve = 0;                       // for each byte of the output
-  double start = 0;                         // seconds: threads, devices, their memory
+  double read = 0, write = 0, compute = 0, copy = 0;  // of `run`, on all workers together
+  double ranges = 0;                                  // of the pass that finds global scales
+  double reserve = 0;                                 // for each byte of the output
+  double start = 0;                                   // seconds: threads, devices, their memory
 };
 
 // What a process has to do.
@@ -44,11 +44,12 @@ struct RunPlan {
   uint64_t reserved_bytes = 0, ranges_bytes = 0;
   // A batch is completed while the next one is written.
   bool overlaps = false;
+  bool starts_beside = false;  // starting is done while space is reserved
 };
 
 // As in CheckpointReport, in seconds.
 struct RunTimes {
-  double total = 0, run = 0, sync = 0, verify = 0, read = 0, write = 0, compute = 0;
+  double total = 0, run = 0, sync = 0, verify = 0, read = 0, write = 0, compute = 0, copy = 0;
 };
 RunTimes estimate_times(const SampleRates& rates, const RunPlan& plan);
 

@@ -59,7 +59,7 @@ TEST(RunEstimate, TimesOfFilesOneAfterTheOther) {
   SampleRates rates;
   rates.alone = {2, 1, 0.5};
   rates.beside = {100, 100, 100};
-  rates.read = 1, rates.write = 0.25, rates.compute = 3;
+  rates.read = 1, rates.write = 0.25, rates.compute = 3, rates.copy = 2;
   rates.ranges = 0.125, rates.reserve = 0.25, rates.start = 7;
   const RunTimes times = estimate_times(rates, {{10, 20}, 8, 16, /*overlaps=*/false});
   EXPECT_DOUBLE_EQ(times.run, 60);
@@ -68,6 +68,7 @@ TEST(RunEstimate, TimesOfFilesOneAfterTheOther) {
   EXPECT_DOUBLE_EQ(times.read, 30);
   EXPECT_DOUBLE_EQ(times.write, 7.5);
   EXPECT_DOUBLE_EQ(times.compute, 90);
+  EXPECT_DOUBLE_EQ(times.copy, 60);
   EXPECT_DOUBLE_EQ(times.total, 60 + 30 + 15 + 7 + 8 * 0.25 + 16 * 0.125);
 }
 
@@ -81,6 +82,17 @@ TEST(RunEstimate, TimesOfFilesBesideEachOther) {
   EXPECT_DOUBLE_EQ(times.verify, 20 + 20 + 2);
   EXPECT_DOUBLE_EQ(times.sync, 2.5 + 2.5 + 1);
   EXPECT_DOUBLE_EQ(times.total, 20 + 30 + 22.5 + 3);
+}
+
+TEST(RunEstimate, StartsWhileSpaceIsReserved) {
+  SampleRates rates;
+  rates.start = 3, rates.reserve = 0.25;
+  RunPlan plan{{}, 8};
+  EXPECT_DOUBLE_EQ(estimate_times(rates, plan).total, 5);
+  plan.starts_beside = true;
+  EXPECT_DOUBLE_EQ(estimate_times(rates, plan).total, 3);
+  plan.reserved_bytes = 16;
+  EXPECT_DOUBLE_EQ(estimate_times(rates, plan).total, 4);
 }
 
 TEST(RunEstimate, NothingToDoTakesTheStart) {
