@@ -69,14 +69,15 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   PYTHONPATH=$work/site "$readers" -m pytest -q -p no:cacheprovider tests/docs_test.py -k run
 }
 
-stage_mpi() {  # several processes of the tool, connected by Open MPI and by MPICH, and by Slurm
-  install_packages "${packages[@]}" "${python_packages[@]}" libopenmpi-dev openmpi-bin libmpich-dev mpich slurm-wlm
+stage_mpi() {  # several processes of the tool, connected by Open MPI and by MPICH, by Slurm, and on two hosts
+  install_packages "${packages[@]}" "${python_packages[@]}" libopenmpi-dev openmpi-bin libmpich-dev mpich slurm-wlm iproute2
   configure
   cmake --build --preset ci --target halfbyte_cli
   # As root in a container, with more processes than cores.
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none"
   test_mpi mpich mpirun.mpich
+  test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none" hosts -k "not 15 and not errors_are"
   # A process is lost tens of times in a test, which Slurm takes seconds to notice.
   test_mpi openmpi "srun -K --mpi=pmix" slurm -k "not 15"
   test_mpi mpich "srun -K --mpi=pmi2" slurm -k "bytes_of_one or errors_are"

@@ -77,12 +77,13 @@ run_hosts() {
     ip -n "$name" link set lo up
     hosts+=("$name:2")
   done
-  # In place of ssh. What hosts would not have is their memory in common.
+  # In place of ssh. What hosts would not have is their memory in common. Their names have no dots: of two that
+  # are the same up to a dot, Open MPI's daemons take one directory, and one of them ends where both make it at a time.
   cat >"$work/shell" <<'END'
 #!/bin/sh
 host=$1
 shift
-exec ip netns exec "$host" unshare --uts sh -c "hostname host-$host && $*"
+exec ip netns exec "$host" unshare --uts sh -c "hostname host-${host##*.} && $*"
 END
   chmod +x "$work/shell"
   HALFBYTE_MPIRUN+=" --host $(IFS=, && echo "${hosts[*]}") --mca plm_rsh_agent $work/shell"
