@@ -1069,10 +1069,10 @@ void Quantizer::complete_sample(size_t set, const TensorFiles& written, bool is_
 
 // Seconds for each byte of files that are reserved as those of the run, which has `num_bytes` of them.
 double Quantizer::measure_reserve(uint64_t num_bytes, const std::string& directory) const {
-  constexpr uint64_t kMostBytes = 16 << 20;  // of a file
+  constexpr uint64_t kMostBytes = 256 << 20;  // of all files
   const int threads = reserving_threads(num_bytes, options_.num_threads);
   const auto count = std::min(static_cast<size_t>(effective_threads(threads)), files_.names.size());
-  const uint64_t each = std::min(kMostBytes, num_bytes / count + 1);
+  const uint64_t each = std::min(kMostBytes, num_bytes) / count + 1;
   std::vector<std::unique_ptr<OutputFile>> files(count);
   const Timer timer;
   parallel_for(std::ssize(files), 1, threads, [&](int64_t begin, int64_t end, int) {
