@@ -36,10 +36,13 @@ namespace {
 
 using namespace avx512;
 
+// Forward, codes are multiplied as they are looked up: weights are not decoded to the cache first.
+bool is_looked_up(const QgemmProblem& problem) { return problem.m <= kFewRows || has_lane_rows(problem); }
+
 WeightRounding rounding_of(const QgemmProblem& problem) {
   if (problem.transposed)
     return has_short_groups(problem) ? WeightRounding::code_rounded : WeightRounding::weight_rounded;
-  return problem.m <= kFewRows ? WeightRounding::code_rounded : panel_rounding(problem);
+  return is_looked_up(problem) ? WeightRounding::code_rounded : panel_rounding(problem);
 }
 
 class QgemmAvx512 : public QgemmKernel {
@@ -56,7 +59,7 @@ class QgemmAvx512 : public QgemmKernel {
     rows_ = has_lane_rows(problem) ? m : m <= kFewRows ? strip_rows(m) : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
     if (rounding_of(problem) == WeightRounding::code_rounded &&
-        (p.has_biases || (problem.codec.asymmetric && m <= kFewRows)))
+        (p.has_biases || (problem.codec.asymmetric && is_looked_up(problem))))
       sums_ = p.groups;
   }
 
@@ -92,19 +95,18 @@ class QgemmAvx512 : public QgemmKernel {
     const int threads = problem_.num_threads;
     const formats::PackedLayout& p = problem_.weight;
     const int64_t units = units_of(p), panels = (rows_ + kPanelRows - 1) / kPanelRows;
-    const bool few = problem_.m <= kFewRows;
     if (sums_ > 0)
       parallel_for(sums_, 64, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t group = begin; group < end; ++group) sum_group(run, group);
       });
-    if (few) {
+    if (is_looked_up(problem_)) {
       const bool in_lanes = has_lane_rows(problem_);
       parallel_for(units, 64, threads, [&](int64_t begin, int64_t end, int) {
         (in_lanes ? copy_units : arrange_rows)(run, begin, end);
       });
       const int groups = BlockGroups(p).num;
       const bool floating = problem_.codec.kind == formats::Kind::floating;
-      const StripFunction multiply = in_lanes      ? lane_function(rows_)
+      const StripFunction multiply = in_lanes      ? multiply_lane_rows
                                      : floating    ? strip_function<8, false, true>(rows_)
                                      : p.bits == 8 ? strip_function<8>(rows_)
                                      : p.bits != 4 ? strip_function<kStreamBits>(rows_)

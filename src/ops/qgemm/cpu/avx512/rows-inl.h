@@ -6,26 +6,35 @@
 
 namespace halfbyte::avx512 {
 
-// Where it is faster than multiplying along k. Decoding takes 200 instructions for a unit, of which 72
-// transpose it, beside 112; scaling sums takes 2 for a row of x beside 32, in groups of 64 columns for each
-// unit. Along k, shorter groups are scaled with their codes, longer ones less often, and odd numbers of rows
-// are padded.
+// Rows of x whose sums are in registers at a time, and at most.
+inline constexpr int kPassRows = 8, kMostLaneRows = 68;
+inline constexpr int kMostPasses = (kMostLaneRows + kPassRows - 1) / kPassRows;
+
+// Where it is faster than multiplying along k, or than decoding strips first. Decoding takes 184 instructions
+// for a unit, of which 72 transpose it, beside 112 along k; but sums need no adding up. In groups of 16
+// columns they are scaled four times as often. Strips that are decoded first have 16 rows at a time, and cost
+// as much as 6 rows.
 inline bool has_lane_rows(const QgemmProblem& problem) {
   const int64_t m = problem.m;
-  if (problem.transposed || problem.codec.bits != 4 || m > kFewRows) return false;
-  const formats::PackedLayout& p = problem.weight;
-  if (!p.inlined || p.group > kUnitCols) return m == 5 || m == 7;
-  return m >= (p.group == kUnitCols ? 3 : 5);
+  if (problem.transposed || problem.codec.bits != 4 || m > kMostLaneRows) return false;
+  if (m > 28) return 10 * m <= 9 * ((m + kLanes - 1) / kLanes * kLanes);
+  return m >= (BlockGroups(problem.weight).num > 2 ? 5 : 3);
 }
 
-// The rows of x in the workspace: [unit][row][column], zeros behind the last column.
+// The rows of x in the workspace: [unit][row][column], zeros behind the last column. Columns that a word of
+// codes has 16 bits apart lie side by side: of 16 columns 0 8, 1 9, 2 10 and so on.
 HALFBYTE_AVX512 inline void copy_units(const Run& run, int64_t begin, int64_t end) {
+  alignas(64) uint16_t columns[32];
+  for (int i = 0; i < 32; ++i) columns[i] = static_cast<uint16_t>(i / 16 * 16 + i % 16 / 2 + i % 2 * 8);
+  const __m512i order = _mm512_load_si512(columns);
   for (int64_t unit = begin; unit < end; ++unit)
     for (int64_t row = 0; row < run.rows; ++row)
       for (int64_t col = 0; col < kUnitCols; col += 32) {
         const int64_t left = row < run.problem.m ? run.problem.k - unit * kUnitCols - col : 0;
-        _mm512_store_si512(run.x + (unit * run.rows + row) * kUnitCols + col,
-                           _mm512_maskz_loadu_epi16(first_words(left), unit_of_x(run, row, unit) + col));
+        _mm512_store_si512(
+            run.x + (unit * run.rows + row) * kUnitCols + col,
+            _mm512_permutexvar_epi16(
+                order, _mm512_maskz_loadu_epi16(first_words(left), unit_of_x(run, row, unit) + col)));
       }
 }
 
@@ -63,105 +72,138 @@ struct LaneWords {
   }
 };
 
-// Sums of a strip: of its even rows, and of its odd ones.
-template <int kRows>
-struct LaneSums {
-  __m512 of[2][kRows];
-
-  [[gnu::always_inline]] HALFBYTE_AVX512 void clear() {
-    for (int m = 0; m < kRows; ++m) of[0][m] = of[1][m] = _mm512_setzero_ps();
-  }
-  // Adds the products with 16 columns, of which `x` has the first: rows are kUnitCols apart.
-  [[gnu::always_inline]] HALFBYTE_AVX512 void add(const __m512i (&words)[4], __m512i table,
-                                                  const uint16_t* x) {
-    // Where the nibbles of two columns of a row begin in a word, in both words of 8 bytes.
-    const __m512i nibbles = _mm512_set1_epi64(0x0024'0020'0004'0000);
-#pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t)
-#pragma GCC unroll 2
-      for (int p = 0; p < 2; ++p) {
-        __m512i weights[2];
-        for (int e = 0; e < 2; ++e)
-          weights[e] = _mm512_permutexvar_epi16(
-              _mm512_multishift_epi64_epi8(
-                  _mm512_add_epi8(nibbles, _mm512_set1_epi8(static_cast<char>(16 * p + 8 * e))), words[t]),
-              table);  // which repeats: the fifth bit of an index is the next nibble's
-#pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) {
-          int pair = 0;
-          std::memcpy(&pair, x + m * kUnitCols + 2 * t + 8 * p, sizeof pair);
-          const __m512i both = _mm512_set1_epi32(pair);
-          of[0][m] = dot(of[0][m], weights[0], both);
-          of[1][m] = dot(of[1][m], weights[1], both);
-        }
-      }
-  }
+// A unit of a strip, for all passes over rows of x.
+struct LaneUnit {
+  const uint8_t* codes;
+  __m512i table;                // of values, which repeats
+  int num_parts;                // that have scales: of as many words each
+  LaneWords words;              // of the codes
+  __m512i decoded[4][4][2][2];  // of each word, as they are multiplied: of the even rows and of the odd ones
+  __m512 scales[4][2];          // of each part, likewise
 };
 
-template <int kRows>
-HALFBYTE_AVX512 void multiply_lane_rows(const Run& run, int64_t strip) {
+enum class Pass : uint8_t { only, first, next };
+
+// totals[row] += scales * products with rows of x, which are kUnitCols apart. The first pass decodes for the
+// next ones.
+template <int kRows, Pass kPass>
+HALFBYTE_AVX512 void multiply_pass(LaneUnit& unit, const uint16_t* x, float (*totals)[2][kLanes]) {
+  const __m512i table = unit.table;
+  const int part_words = 4 / unit.num_parts;
+  // A product waits for the one before of its sum: of few rows there are two sums.
+  constexpr int kSets = kRows <= (kPass == Pass::next ? 5 : 4) ? 2 : 1;
+  for (int part = 0, j = 0; part < unit.num_parts; ++part) {
+    __m512 sums[kSets][2][kRows];
+#pragma GCC unroll 2
+    for (int set = 0; set < kSets; ++set)
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) sums[set][0][m] = sums[set][1][m] = _mm512_setzero_ps();
+    for (const int end = j + part_words; j < end; ++j, x += 16) {
+      if (kPass != Pass::next)
+        for (int line = 0; line < 4; ++line)
+          _mm_prefetch(unit.codes + (4 * j + line) * 64 + kAhead, _MM_HINT_T1);
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t)
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; ++c) {
+          __m512i weights[2];
+#pragma GCC unroll 2
+          for (int e = 0; e < 2; ++e) {
+            __m512i& decoded = unit.decoded[j][t][c][e];
+            if constexpr (kPass == Pass::next) {
+              weights[e] = decoded;
+            } else {
+              // Of two columns of a row. Of an index, which has more bits, the table takes the nibble.
+              weights[e] = _mm512_permutexvar_epi16(
+                  _mm512_srli_epi16(unit.words.words[j][t], static_cast<unsigned>(8 * e + 4 * c)), table);
+              if constexpr (kPass == Pass::first) decoded = weights[e];
+            }
+          }
+#pragma GCC unroll 8
+          for (int m = 0; m < kRows; ++m) {
+            int pair = 0;
+            std::memcpy(&pair, x + m * kUnitCols + 4 * t + 2 * c, sizeof pair);
+            const __m512i both = _mm512_set1_epi32(pair);
+            __m512(&to)[2][kRows] = sums[c % kSets];
+            to[0][m] = dot(to[0][m], weights[0], both);
+            to[1][m] = dot(to[1][m], weights[1], both);
+          }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 2
+      for (int e = 0; e < 2; ++e) {
+        const __m512 sum = kSets == 1 ? sums[0][e][m] : _mm512_add_ps(sums[0][e][m], sums[kSets - 1][e][m]);
+        _mm512_store_ps(totals[m][e],
+                        _mm512_fmadd_ps(sum, unit.scales[part][e], _mm512_load_ps(totals[m][e])));
+      }
+  }
+}
+
+using PassFunction = void (*)(LaneUnit&, const uint16_t*, float (*)[2][kLanes]);
+template <Pass kPass>
+PassFunction pass_function(int rows) {
+  return rows == 3   ? multiply_pass<3, kPass>
+         : rows == 4 ? multiply_pass<4, kPass>
+         : rows == 5 ? multiply_pass<5, kPass>
+         : rows == 6 ? multiply_pass<6, kPass>
+         : rows == 7 ? multiply_pass<7, kPass>
+                     : multiply_pass<8, kPass>;
+}
+
+// Outputs of a strip.
+HALFBYTE_AVX512 inline void multiply_lane_rows(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
-  const LineDecoder<4, false> decoder(run.problem.codec);  // for its table of values
   const BlockGroups block_groups(p);
-  const int units_per_block = p.block_cols / kUnitCols;
-  const int part_words = 4 / block_groups.num;  // of a unit: 16 columns each; of one group
-  alignas(64) int rows[2][kLanes];              // of lanes
+  const int num_rows = static_cast<int>(run.rows), num_passes = (num_rows + kPassRows - 1) / kPassRows;
+  struct {
+    int row;  // the first
+    PassFunction multiply;
+  } passes[kMostPasses];
+  for (int i = 0; i < num_passes; ++i) {
+    const int first = num_rows * i / num_passes, rows = num_rows * (i + 1) / num_passes - first;
+    passes[i] = {first, num_passes == 1 ? pass_function<Pass::only>(rows)
+                        : i == 0        ? pass_function<Pass::first>(rows)
+                                        : pass_function<Pass::next>(rows)};
+  }
+  alignas(64) int rows[2][kLanes];  // of lanes
   for (int lane = 0; lane < kLanes; ++lane)
     for (int e = 0; e < 2; ++e) rows[e][lane] = 2 * lane + e;
-  const __m512i even_rows = _mm512_load_si512(rows[0]), odd_rows = _mm512_load_si512(rows[1]);
-  alignas(64) float totals[2][kRows][kLanes] = {}, added[kRows][kUnitRows] = {};
+  const __m512i of_lanes[2] = {_mm512_load_si512(rows[0]), _mm512_load_si512(rows[1])};
+  alignas(64) float totals[kMostLaneRows][2][kLanes], added[kMostLaneRows][kUnitRows];
+  std::memset(totals, 0, sizeof(totals[0]) * static_cast<size_t>(num_rows));
+  std::memset(added, 0, sizeof(added[0]) * static_cast<size_t>(num_rows));
   GroupParameters groups[4];
+  LaneUnit unit;
+  unit.table = LineDecoder<4, false>(run.problem.codec).table;
+  unit.num_parts = block_groups.num;
   const uint16_t* x = run.x;
   for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
     for (int i = 0; i < block_groups.num; ++i) {
       const int64_t group = block_groups.load(groups[i], run, strip, block, i);
-      if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, added);
+      if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, num_rows, added);
+      const __m512 low = _mm512_load_ps(groups[i].scales), high = _mm512_load_ps(groups[i].scales + kLanes);
+      for (int e = 0; e < 2; ++e) unit.scales[i][e] = _mm512_permutex2var_ps(low, of_lanes[e], high);
     }
-    const uint8_t* const codes =
+    unit.codes =
         static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
     for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
-      _mm_prefetch(codes + at + kAhead, _MM_HINT_T1);
-    LaneSums<kRows> sums;
-    sums.clear();
-    for (int unit = 0; unit < units_per_block; ++unit, x += kUnitCols * kRows) {
-      LaneWords words;
-      words.load(codes + unit * formats::kTileBytes);
-      for (int j = 0; j < 4; ++j) {
-        for (int line = 0; line < 4; ++line)
-          _mm_prefetch(codes + unit * formats::kTileBytes + (4 * j + line) * 64 + kAhead, _MM_HINT_T1);
-        sums.add(words.words[j], decoder.table, x + 16 * j);
-        const bool ends =
-            block_groups.num > 1 ? (j + 1) % part_words == 0 : unit + 1 == units_per_block && j == 3;
-        if (!ends) continue;
-        const float* const scales = groups[block_groups.num > 1 ? j / part_words : 0].scales;
-        const __m512 low = _mm512_load_ps(scales), high = _mm512_load_ps(scales + kLanes);
-        const __m512 of_rows[2] = {_mm512_permutex2var_ps(low, even_rows, high),
-                                   _mm512_permutex2var_ps(low, odd_rows, high)};
-        for (int e = 0; e < 2; ++e)
-          for (int m = 0; m < kRows; ++m)
-            _mm512_store_ps(totals[e][m],
-                            _mm512_fmadd_ps(sums.of[e][m], of_rows[e], _mm512_load_ps(totals[e][m])));
-        sums.clear();
-      }
+      _mm_prefetch(unit.codes + at + kAhead, _MM_HINT_T1);
+    for (int i = 0; i < p.block_cols / kUnitCols; ++i, x += kUnitCols * num_rows) {
+      unit.words.load(unit.codes);
+      for (int pass = 0; pass < num_passes; ++pass)
+        passes[pass].multiply(unit, x + passes[pass].row * kUnitCols, totals + passes[pass].row);
+      unit.codes += formats::kTileBytes;
     }
   }
   alignas(64) float y[kUnitRows];
   for (int m = 0; m < run.problem.m; ++m) {
-    for (int e = 0; e < 2; ++e)
-      _mm512_i32scatter_ps(y, _mm512_load_si512(rows[e]), _mm512_load_ps(totals[e][m]), 4);
+    for (int e = 0; e < 2; ++e) _mm512_i32scatter_ps(y, of_lanes[e], _mm512_load_ps(totals[m][e]), 4);
     for (int row = 0; row < kUnitRows && strip * kUnitRows + row < run.problem.n; row += kLanes)
       store(run, m, strip * kUnitRows + row,
             _mm512_add_ps(_mm512_load_ps(y + row), _mm512_load_ps(added[m] + row)));
   }
-}
-
-inline StripFunction lane_function(int64_t rows) {
-  return rows == 3   ? multiply_lane_rows<3>
-         : rows == 4 ? multiply_lane_rows<4>
-         : rows == 5 ? multiply_lane_rows<5>
-         : rows == 6 ? multiply_lane_rows<6>
-         : rows == 7 ? multiply_lane_rows<7>
-                     : multiply_lane_rows<8>;
 }
 
 }  // namespace halfbyte::avx512

@@ -58,8 +58,10 @@ inline const uint16_t* unit_of_x(const Run& run, int64_t row, int64_t unit) {
 
 // The codes of a line of fragments, in one order: halves of lines 2 and 3 of 4 are exchanged.
 [[gnu::always_inline]] HALFBYTE_AVX512 inline __m512i load_line(const uint8_t* line, bool exchanged) {
-  const __m512i codes = _mm512_loadu_si512(line);
-  return exchanged ? _mm512_shuffle_i64x2(codes, codes, 0x4E) : codes;
+  if (!exchanged) return _mm512_loadu_si512(line);
+  const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line) + 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(high),
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line)), 1);
 }
 
 // The sums of x over a group.

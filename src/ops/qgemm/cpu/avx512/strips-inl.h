@@ -52,13 +52,12 @@ HALFBYTE_AVX512 inline __m512 factors(const QgemmProblem& problem, const GroupPa
 }
 
 // Adds it for a group to what outputs of a strip have beside their products.
-template <int kRows>
-HALFBYTE_AVX512 void add_factors(const Run& run, const GroupParameters& parameters, int64_t group,
-                                 float (&added)[kRows][kUnitRows]) {
+HALFBYTE_AVX512 inline void add_factors(const Run& run, const GroupParameters& parameters, int64_t group,
+                                        int num_rows, float (*added)[kUnitRows]) {
   for (int row = 0; row < kUnitRows; row += kLanes) {
     const __m512 factor = factors(run.problem, parameters, row);
-    for (int m = 0; m < kRows; ++m)
-      _mm512_store_ps(added[m] + row, _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[group * kRows + m]),
+    for (int m = 0; m < num_rows; ++m)
+      _mm512_store_ps(added[m] + row, _mm512_fmadd_ps(factor, _mm512_set1_ps(run.sums[group * num_rows + m]),
                                                       _mm512_load_ps(added[m] + row)));
   }
 }
@@ -153,7 +152,7 @@ struct StripSums {
     GroupParameters(&groups)[4] = parameters.groups;
     for (int i = 0; i < block_groups.num; ++i) {
       const int64_t group = block_groups.load(groups[i], run, strip, block, i);
-      if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, added);
+      if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, kRows, added);
     }
     if (in_lanes) parameters.lanes.make(groups, block_groups.num);
   }
@@ -240,12 +239,14 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 using StripFunction = void (*)(const Run&, int64_t);
 template <int kBits, bool kInLanes = false, bool kFloating = false>
 StripFunction strip_function(int64_t rows) {
+  if constexpr (kBits != 4) {  // these have lanes for more rows
+    if (rows == 6) return multiply_strip<kBits, kFloating, 6, kInLanes>;
+    if (rows == 8) return multiply_strip<kBits, kFloating, 8, kInLanes>;
+  }
   return rows == 1   ? multiply_strip<kBits, kFloating, 1, kInLanes>
          : rows == 2 ? multiply_strip<kBits, kFloating, 2, kInLanes>
          : rows == 3 ? multiply_strip<kBits, kFloating, 3, kInLanes>
-         : rows == 4 ? multiply_strip<kBits, kFloating, 4, kInLanes>
-         : rows == 6 ? multiply_strip<kBits, kFloating, 6, kInLanes>
-                     : multiply_strip<kBits, kFloating, 8, kInLanes>;
+                     : multiply_strip<kBits, kFloating, 4, kInLanes>;
 }
 
 }  // namespace halfbyte::avx512
