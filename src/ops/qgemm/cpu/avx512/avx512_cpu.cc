@@ -104,14 +104,7 @@ class QgemmAvx512 : public QgemmKernel {
       parallel_for(units, 64, threads, [&](int64_t begin, int64_t end, int) {
         (in_lanes ? copy_units : arrange_rows)(run, begin, end);
       });
-      const int groups = BlockGroups(p).num;
-      const bool floating = problem_.codec.kind == formats::Kind::floating;
-      const StripFunction multiply = in_lanes      ? multiply_lane_rows
-                                     : floating    ? strip_function<8, false, true>(rows_)
-                                     : p.bits == 8 ? strip_function<8>(rows_)
-                                     : p.bits != 4 ? strip_function<kStreamBits>(rows_)
-                                     : groups > 1  ? strip_function<4, true>(rows_)
-                                                   : strip_function<4>(rows_);
+      const StripFunction multiply = in_lanes ? multiply_lane_rows : strip_function(problem_, rows_);
       // Strips behind each other: what a thread fetches ahead is its own.
       const int64_t grain = std::clamp<int64_t>(p.strips / (16 * effective_threads(threads)), 1, 8);
       parallel_for(p.strips, grain, threads, [&](int64_t begin, int64_t end, int) {

@@ -164,32 +164,60 @@ struct StripSums {
   }
 };
 
+// Tiles of a block that have one scale.
+inline int tiles_of_scale(const formats::PackedLayout& p, int tile_bytes) {
+  return BlockGroups(p).num > 1 ? 1 : p.block_code_bytes / tile_bytes;
+}
+
 // Where tile `tile` of a block lies in x, for the line of a row.
 template <int kBits, int kRows>
 constexpr int tile_of_x(int tile) {
   return kBits == 4 ? tile * kRows * kUnitCols : tile / 2 * kRows * kUnitCols + tile % 2 * 32;
 }
 
+// The rows of x for tiles [first, first + num_tiles) of a block. kTiles: num_tiles, where it is known; 0: it
+// is not.
+template <int kBits, int kRows, int kTiles>
+struct TilesOfX {
+  static constexpr int kVectors = kBits == 4 ? 2 : 1;
+  // One tile of few rows stays in registers for all lines.
+  static constexpr bool kHeld = kTiles == 1 && kRows <= 2;
+  const uint16_t* x;  // of the block
+  __m512i held[kRows][kVectors];
+
+  [[gnu::always_inline]] HALFBYTE_AVX512 TilesOfX(const uint16_t* x, int first) : x(x) {
+    if constexpr (kHeld)
+      for (int m = 0; m < kRows; ++m)
+        for (int j = 0; j < kVectors; ++j) held[m][j] = load(first, m, j);
+  }
+  [[gnu::always_inline]] HALFBYTE_AVX512 __m512i operator()(int tile, int m, int j) const {
+    if constexpr (kHeld) return held[m][j];
+    return load(tile, m, j);
+  }
+
+ private:
+  [[gnu::always_inline]] HALFBYTE_AVX512 __m512i load(int tile, int m, int j) const {
+    return _mm512_load_si512(x + tile_of_x<kBits, kRows>(tile) + m * kUnitCols + j * 32);
+  }
+};
+
 // Adds line `line` of tiles that have one scale, or several in lanes, to the totals of its two rows. ahead:
 // where what is fetched meanwhile begins.
-template <int kBits, bool kFloating, int kRows, bool kInLanes>
-[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(const LineDecoder<kBits, kFloating>& decoder,
-                                                                 const uint8_t* codes, const uint8_t* ahead,
-                                                                 const uint16_t* x, int line, bool swapped,
-                                                                 int first, int num_tiles,
-                                                                 const BlockParameters& parameters, int group,
-                                                                 StripSums<kRows>& to) {
+template <int kBits, bool kFloating, int kRows, bool kInLanes, int kTiles>
+[[gnu::always_inline]] HALFBYTE_AVX512 inline void multiply_line(
+    const LineDecoder<kBits, kFloating>& decoder, const uint8_t* codes, const uint8_t* ahead,
+    const TilesOfX<kBits, kRows, kTiles>& x, int line, bool swapped, int first, int num_tiles,
+    const BlockParameters& parameters, int group, StripSums<kRows>& to) {
   constexpr int kVectors = LineDecoder<kBits, kFloating>::kVectors, kLines = kUnitRows / 2;
   __m512 sums[2][kRows];
   for (int m = 0; m < kRows; ++m) sums[0][m] = sums[1][m] = _mm512_setzero_ps();
-  for (int tile = first; tile < first + num_tiles; ++tile) {
-    const uint16_t* const at_x = x + tile_of_x<kBits, kRows>(tile);
+  for (int tile = first; tile < first + (kTiles > 0 ? kTiles : num_tiles); ++tile) {
     __m512i values[2][kVectors];
     _mm_prefetch(ahead + (line * num_tiles + tile - first) * (decoder.tile_bytes() / kLines), _MM_HINT_T1);
     decoder.decode(codes, tile, line, swapped, values);
     for (int m = 0; m < kRows; ++m)
       for (int j = 0; j < kVectors; ++j) {
-        const __m512i pairs = _mm512_load_si512(at_x + m * kUnitCols + j * 32);
+        const __m512i pairs = x(tile, m, j);
         sums[0][m] = dot(sums[0][m], values[0][j], pairs);
         sums[1][m] = dot(sums[1][m], values[1][j], pairs);
       }
@@ -205,14 +233,15 @@ template <int kBits, bool kFloating, int kRows, bool kInLanes>
 }
 
 // Outputs of a strip. The sums of an output are 16 lanes, scaled at the end of a block of the layout.
-// kInLanes: blocks are one tile of several groups, each of lanes of its own.
-template <int kBits, bool kFloating, int kRows, bool kInLanes>
+// kInLanes: blocks are one tile of several groups, each of lanes of its own. kTiles: that have one scale; 0:
+// any number.
+template <int kBits, bool kFloating, int kRows, bool kInLanes, int kTiles>
 HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
   const formats::PackedLayout& p = run.problem.weight;
   const LineDecoder<kBits, kFloating> decoder(run.problem.codec);
   const BlockGroups block_groups(p);
   const int block_tiles = p.block_code_bytes / decoder.tile_bytes();
-  const int fold_tiles = block_groups.num > 1 ? 1 : block_tiles;  // that have one scale
+  const int fold_tiles = tiles_of_scale(p, decoder.tile_bytes());
   BlockParameters parameters;
   StripSums<kRows> sums;
   const uint16_t* x = run.x;
@@ -225,11 +254,13 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
     for (int first = 0; first < block_tiles; first += fold_tiles) {
       const uint8_t* const ahead = codes + first * decoder.tile_bytes() + kAhead;
       const int group = kInLanes ? 0 : first / fold_tiles;
+      const TilesOfX<kBits, kRows, kTiles> tiles(x, first);
       for (int quad = 0; quad < kUnitRows / 2; quad += 4)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i)
-          multiply_line<kBits, kFloating, kRows, kInLanes>(decoder, codes, ahead, x, quad + i, (i & 2) != 0,
-                                                           first, fold_tiles, parameters, group, sums);
+          multiply_line<kBits, kFloating, kRows, kInLanes, kTiles>(decoder, codes, ahead, tiles, quad + i,
+                                                                   (i & 2) != 0, first, fold_tiles,
+                                                                   parameters, group, sums);
     }
     x += p.block_cols * kRows;
   }
@@ -237,16 +268,33 @@ HALFBYTE_AVX512 void multiply_strip(const Run& run, int64_t strip) {
 }
 
 using StripFunction = void (*)(const Run&, int64_t);
-template <int kBits, bool kInLanes = false, bool kFloating = false>
+template <int kBits, bool kFloating, bool kInLanes, int kTiles>
 StripFunction strip_function(int64_t rows) {
   if constexpr (kBits != 4) {  // these have lanes for more rows
-    if (rows == 6) return multiply_strip<kBits, kFloating, 6, kInLanes>;
-    if (rows == 8) return multiply_strip<kBits, kFloating, 8, kInLanes>;
+    if (rows == 6) return multiply_strip<kBits, kFloating, 6, kInLanes, kTiles>;
+    if (rows == 8) return multiply_strip<kBits, kFloating, 8, kInLanes, kTiles>;
   }
-  return rows == 1   ? multiply_strip<kBits, kFloating, 1, kInLanes>
-         : rows == 2 ? multiply_strip<kBits, kFloating, 2, kInLanes>
-         : rows == 3 ? multiply_strip<kBits, kFloating, 3, kInLanes>
-                     : multiply_strip<kBits, kFloating, 4, kInLanes>;
+  return rows == 1   ? multiply_strip<kBits, kFloating, 1, kInLanes, kTiles>
+         : rows == 2 ? multiply_strip<kBits, kFloating, 2, kInLanes, kTiles>
+         : rows == 3 ? multiply_strip<kBits, kFloating, 3, kInLanes, kTiles>
+                     : multiply_strip<kBits, kFloating, 4, kInLanes, kTiles>;
+}
+inline StripFunction strip_function(const QgemmProblem& problem, int64_t rows) {
+  const formats::PackedLayout& p = problem.weight;
+  if (problem.codec.kind == formats::Kind::floating) return strip_function<8, true, false, 0>(rows);
+  if (p.bits == 8) return strip_function<8, false, false, 0>(rows);
+  if (p.bits != 4) return strip_function<kStreamBits, false, false, 0>(rows);
+  if (BlockGroups(p).num > 1) return strip_function<4, false, true, 1>(rows);
+  switch (tiles_of_scale(p, formats::kTileBytes)) {
+    case 1:
+      return strip_function<4, false, false, 1>(rows);
+    case 2:
+      return strip_function<4, false, false, 2>(rows);
+    case 4:
+      return strip_function<4, false, false, 4>(rows);
+    default:
+      return strip_function<4, false, false, 0>(rows);
+  }
 }
 
 }  // namespace halfbyte::avx512
