@@ -37,12 +37,12 @@ namespace {
 using namespace avx512;
 
 // Forward, codes are multiplied as they are looked up: weights are not decoded to the cache first.
-bool is_looked_up(const QgemmProblem& problem) { return problem.m <= kFewRows || has_lane_rows(problem); }
+bool multiplies_codes(const QgemmProblem& problem) { return problem.m <= kFewRows || has_lane_rows(problem); }
 
 WeightRounding rounding_of(const QgemmProblem& problem) {
   if (problem.transposed)
     return has_short_groups(problem) ? WeightRounding::code_rounded : WeightRounding::weight_rounded;
-  return is_looked_up(problem) ? WeightRounding::code_rounded : panel_rounding(problem);
+  return multiplies_codes(problem) ? WeightRounding::code_rounded : panel_rounding(problem);
 }
 
 class QgemmAvx512 : public QgemmKernel {
@@ -51,7 +51,7 @@ class QgemmAvx512 : public QgemmKernel {
     const formats::PackedLayout& p = problem.weight;
     const int64_t m = problem.m;
     if (problem.transposed) {
-      rows_ = transposed_rows(m);
+      rows_ = transposed_rows(problem).all;
       row_stride_ = p.strips * kUnitRows + kRowStridePad;
       x_bytes_ = rows_ * row_stride_ * 2;
       return;
@@ -59,7 +59,7 @@ class QgemmAvx512 : public QgemmKernel {
     rows_ = has_lane_rows(problem) ? m : m <= kFewRows ? strip_rows(m) : (m + kLanes - 1) / kLanes * kLanes;
     x_bytes_ = rows_ * units_of(p) * kUnitCols * 2;
     if (rounding_of(problem) == WeightRounding::code_rounded &&
-        (p.has_biases || (problem.codec.asymmetric && is_looked_up(problem))))
+        (p.has_biases || (problem.codec.asymmetric && multiplies_codes(problem))))
       sums_ = p.groups;
   }
 
@@ -99,7 +99,7 @@ class QgemmAvx512 : public QgemmKernel {
       parallel_for(sums_, 64, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t group = begin; group < end; ++group) sum_group(run, group);
       });
-    if (is_looked_up(problem_)) {
+    if (multiplies_codes(problem_)) {
       const bool in_lanes = has_lane_rows(problem_);
       parallel_for(units, 64, threads, [&](int64_t begin, int64_t end, int) {
         (in_lanes ? copy_units : arrange_rows)(run, begin, end);
@@ -134,12 +134,16 @@ class QgemmAvx512 : public QgemmKernel {
     parallel_for(rows_, 4, threads, [&](int64_t begin, int64_t end, int) { copy_rows(run, begin, end); });
     const int64_t units = (problem_.k + kUnitCols - 1) / kUnitCols;
     const int64_t tasks = (units + kTaskUnits - 1) / kTaskUnits;
-    const int64_t batches = (rows_ + kTaskRows - 1) / kTaskRows;
-    parallel_for(tasks * batches, 1, threads, [&](int64_t begin, int64_t end, int) {
+    const int64_t task_rows = transposed_rows(problem_).of_task;
+    const int64_t batches = (rows_ + task_rows - 1) / task_rows;
+    // The rows of some columns behind each other: these of the weight are in the cache. A thread has all of
+    // few.
+    const int64_t grain = task_rows < kTaskRows ? batches : 1;
+    parallel_for(tasks * batches, grain, threads, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t unit = i % tasks * kTaskUnits, row = i / tasks * kTaskRows;
+        const int64_t unit = i / batches * kTaskUnits, row = i % batches * task_rows;
         multiply_columns(run, unit, std::min(units, unit + kTaskUnits), row,
-                         static_cast<int>(std::min<int64_t>(kTaskRows, rows_ - row)));
+                         static_cast<int>(std::min(task_rows, rows_ - row)));
       }
     });
   }

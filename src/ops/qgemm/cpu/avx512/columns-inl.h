@@ -8,7 +8,10 @@ namespace halfbyte::avx512 {
 // Rows of x that are multiplied as weights are looked up: 4 rows by 4 vectors of columns are 16 of the 32
 // registers; more rows take half of the columns at a time. On a Zen 5, 4096x4096: 6 rows 1.40 ms, with 24
 // registers 1.77, and decoded first 2.15; 8 rows 1.92 and 2.14.
-inline constexpr int kFewTransposedRows = 4, kMostLookedUpRows = 8;
+inline constexpr int kFewTransposedRows = 4, kLookedUpRows = 8;
+// So many rows are multiplied that way, 8 at a time and fewer: as long as looking up anew is less than
+// decoding to the cache first.
+inline constexpr int kMostLookedUpRows = 24;
 inline constexpr int kFewDecodedRows = 8;  // of x, for which strips are decoded one at a time
 inline constexpr int kStripBatch = 4;      // else so many: 16 KB of weights
 // Of a task: units of columns, and rows of x, whose sums are 256 KB.
@@ -199,7 +202,8 @@ constexpr auto few_function(int num_rows) {
 }
 inline bool is_looked_up(const QgemmProblem& problem) {
   const formats::PackedLayout& p = problem.weight;
-  return problem.m <= kMostLookedUpRows && p.bits == 4 && !p.has_biases && BlockGroups(p).num <= 2;
+  return problem.transposed && problem.m <= kMostLookedUpRows && p.bits == 4 && !p.has_biases &&
+         BlockGroups(p).num <= 2;
 }
 
 // Weights of nvfp4, of its E4M3 scales and codes: exact in bf16. Without the global scale, which sums have.
@@ -348,11 +352,23 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
   }
 }
 
-constexpr int64_t transposed_rows(int64_t m) { return m <= 3 ? m : m == 5 || m == 6 ? 6 : (m + 3) / 4 * 4; }
+// Rows of x that are multiplied together: of a task, and in all with those of padding.
+constexpr int64_t padded_rows(int64_t m) { return m <= 3 ? m : m == 5 || m == 6 ? 6 : (m + 3) / 4 * 4; }
+struct TransposedRows {
+  int64_t of_task, all;
+};
+inline TransposedRows transposed_rows(const QgemmProblem& problem) {
+  const int64_t m = problem.m;
+  if (!is_looked_up(problem) && !is_block_float(problem)) return {kTaskRows, padded_rows(m)};
+  const int64_t tasks = (m + kLookedUpRows - 1) / kLookedUpRows,
+                of_task = padded_rows((m + tasks - 1) / tasks);
+  const int64_t last = (m - 1) / of_task * of_task;
+  return {of_task, last + padded_rows(m - last)};
+}
 
 // The same of any rows and codes.
-HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int64_t end, int64_t row,
-                                             int num_rows, float* sums) {
+HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int64_t end, int num_rows,
+                                             float* sums) {
   const QgemmProblem& problem = run.problem;
   const formats::PackedLayout& p = problem.weight;
   const auto* const memory = static_cast<const uint8_t*>(run.tensors.weight);
@@ -375,16 +391,16 @@ HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int6
                             : step == 3 ? multiply_units<3>
                                         : multiply_units<4>;
       for (int i = 0; i < num_rows; i += step)
-        multiply(decoded, num_strips, run.x + (row + i) * run.row_stride + strip * kUnitRows, run.row_stride,
+        multiply(decoded, num_strips, run.x + i * run.row_stride + strip * kUnitRows, run.row_stride,
                  sums + ((unit - begin) * num_rows + i) * kUnitCols);
     }
   }
 }
 
 // Columns of units [begin, end) of rows [row, row + num_rows) of y.
-HALFBYTE_AVX512 inline void multiply_columns(const Run& run, int64_t begin, int64_t end, int64_t row,
-                                             int num_rows) {
+HALFBYTE_AVX512 inline void multiply_columns(Run run, int64_t begin, int64_t end, int64_t row, int num_rows) {
   const QgemmProblem& problem = run.problem;
+  run.x += row * run.row_stride;
   const formats::PackedLayout& p = problem.weight;
   alignas(64) float sums[kTaskUnits * kTaskRows * kUnitCols];  // [unit][row][columns in another order]
   std::fill_n(sums, (end - begin) * num_rows * kUnitCols, 0.0F);
@@ -412,7 +428,7 @@ HALFBYTE_AVX512 inline void multiply_columns(const Run& run, int64_t begin, int6
     multiply(run, begin, end, sums);
     for (int i = 0; i < kUnitCols; ++i) places[forward_column(4, i / 16 % 2, i % 16, i / 32)] = i;
   } else {
-    multiply_decoded(run, begin, end, row, num_rows, sums);
+    multiply_decoded(run, begin, end, num_rows, sums);
     for (int i = 0; i < kUnitCols; ++i) places[transposed_column(i / 32, i / 16 % 2, i % 16)] = i;
   }
   for (int i = 0; i < num_rows && row + i < problem.m; ++i)
