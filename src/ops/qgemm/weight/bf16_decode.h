@@ -80,11 +80,41 @@ HALFBYTE_AVX512 inline __m512 convert_e4m3(__m128i bytes) {
   return _mm512_mask_mov_ps(_mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256)), is_nan,
                             _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000)));
 }
-// Those of byte kByte of 16 words.
-template <int kByte>
-HALFBYTE_AVX512 inline __m512 convert_e4m3(__m512i words) {
-  return convert_e4m3(_mm512_cvtepi32_epi8(_mm512_srli_epi32(words, 8 * kByte)));
-}
+// The same of 64, as bytes of bf16, which are exact, too: those of a magnitude are looked up apart.
+struct E4m3Bytes {
+  alignas(64) uint8_t low[128], high[128];
+
+  static const E4m3Bytes& table() {
+    static const E4m3Bytes bytes = [] {
+      E4m3Bytes of;
+      for (int i = 0; i < 128; ++i) {
+        const uint16_t bits = formats::to_bf16(formats::e4m3_to_f32(static_cast<uint8_t>(i)));
+        of.low[i] = static_cast<uint8_t>(bits);
+        of.high[i] = static_cast<uint8_t>(bits >> 8);
+      }
+      return of;
+    }();
+    return bytes;
+  }
+};
+class E4m3Lookup {
+ public:
+  HALFBYTE_AVX512 E4m3Lookup() {
+    const E4m3Bytes& bytes = E4m3Bytes::table();
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = _mm512_load_si512(bytes.low + 64 * i);
+      high_[i] = _mm512_load_si512(bytes.high + 64 * i);
+    }
+  }
+  [[gnu::always_inline]] HALFBYTE_AVX512 void look_up(__m512i codes, __m512i& low, __m512i& high) const {
+    low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high_[0], codes, high_[1]), codes,
+                                     _mm512_set1_epi8(-128), 0xF8);  // and the sign
+  }
+
+ private:
+  __m512i low_[2], high_[2];
+};
 // 16 scales of one byte, as formats/convert.h has them; without the global scale.
 HALFBYTE_AVX512 inline __m512 load_byte_scales(const void* scales, formats::ScaleType type) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(scales));
@@ -421,10 +451,16 @@ class UnitDecoder {
     const __m512i magic = _mm512_castps_si512(_mm512_set1_ps(kMagic)), byte = _mm512_set1_epi32(0xFF);
     __m512 values[4];  // of each byte of the words: row 2 * line: even columns, odd ones; row 2 * line + 1
     if (is_floating_) {
-      values[0] = convert_e4m3<0>(codes);
-      values[1] = convert_e4m3<1>(codes);
-      values[2] = convert_e4m3<2>(codes);
-      values[3] = convert_e4m3<3>(codes);
+      __m512i low, high;
+      e4m3_.look_up(codes, low, high);
+      // Of the first bytes of words, in the upper halves of floats.
+      const __m512i places = _mm512_add_epi32(
+          _mm512_set1_epi32(0x40000000),
+          _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                             _mm512_set1_epi32(0x04040000)));
+      for (int i = 0; i < 4; ++i)
+        values[i] = _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi8(
+            0xCCCCCCCCCCCCCCCC, low, _mm512_add_epi8(places, _mm512_set1_epi8(static_cast<char>(i))), high));
     } else {
       for (int i = 0; i < 4; ++i)
         values[i] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
@@ -450,6 +486,7 @@ class UnitDecoder {
   const QgemmTensors& tensors_;
   int groups_;  // of a unit
   bool is_floating_;
+  E4m3Lookup e4m3_;
   StreamWords streams_;  // of 2, 3, 5 and 6 bits
   bool has_scales_, has_biases_;
   alignas(64) float code_values_[64];  // of codes of up to 6 bits, repeated

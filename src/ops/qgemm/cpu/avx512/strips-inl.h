@@ -65,7 +65,7 @@ HALFBYTE_AVX512 inline void add_factors(const Run& run, const GroupParameters& p
 inline constexpr int kStreamBits = 0;  // stands for 2, 3, 5 and 6 bits
 
 // Values of the codes of rows 2 * line and 2 * line + 1 of a tile, in the order of x; a tile of 4 bits is a
-// unit, others are half of one. kFloating: of 8 bits, numbers of E4M3.
+// unit, others are half of one.
 template <int kBits, bool kFloating>
 struct LineDecoder {
   static constexpr int kVectors = kBits == 4 ? 2 : 1;  // of a row
@@ -112,22 +112,41 @@ struct LineDecoder {
             _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, static_cast<unsigned>(4 * i)), table);
     } else {
       __m512 bytes[4];
-      if constexpr (kFloating) {
-        bytes[0] = convert_e4m3<0>(codes);
-        bytes[1] = convert_e4m3<1>(codes);
-        bytes[2] = convert_e4m3<2>(codes);
-        bytes[3] = convert_e4m3<3>(codes);
-      } else {
-        for (int i = 0; i < 4; ++i)
-          bytes[i] =
-              _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-                                _mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)),
-                                _mm512_set1_epi32(0xFF), _mm512_castps_si512(_mm512_set1_ps(0x1p23f)), 0xEA)),
-                            _mm512_castsi512_ps(table));
-      }
+      for (int i = 0; i < 4; ++i)
+        bytes[i] =
+            _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+                              _mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(0xFF),
+                              _mm512_castps_si512(_mm512_set1_ps(0x1p23f)), 0xEA)),
+                          _mm512_castsi512_ps(table));
       for (int i = 0; i < 2; ++i)
         values[i][0] = __builtin_bit_cast(__m512i, _mm512_cvtne2ps_pbh(bytes[2 * i + 1], bytes[2 * i]));
     }
+  }
+};
+
+// Of 8 bits that are numbers of E4M3.
+template <>
+struct LineDecoder<8, true> {
+  static constexpr int kVectors = 1;
+  E4m3Lookup e4m3;
+  __m512i columns[2];  // of a row: where their bytes lie in both vectors
+
+  static constexpr int tile_bytes() { return formats::kTileBytes; }
+
+  HALFBYTE_AVX512 explicit LineDecoder(const formats::Codec&) {
+    alignas(64) uint8_t order[2][64];
+    for (int row = 0; row < 2; ++row) {
+      for (int i = 0; i < 64; ++i)
+        order[row][i] = static_cast<uint8_t>(i % 2 * 64 + i / 2 % 16 * 4 + i / 32 + 2 * row);
+      columns[row] = _mm512_load_si512(order[row]);
+    }
+  }
+
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode(const uint8_t* codes_of_block, int tile, int line,
+                                                     bool swapped, __m512i (&values)[2][kVectors]) const {
+    __m512i low, high;
+    e4m3.look_up(load_line(codes_of_block + tile * tile_bytes() + line * 64, swapped), low, high);
+    for (int row = 0; row < 2; ++row) values[row][0] = _mm512_permutex2var_epi8(low, columns[row], high);
   }
 };
 
