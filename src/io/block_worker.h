@@ -30,8 +30,8 @@ void check_devices(std::span<const Device> devices);
 std::vector<Device> worker_devices(std::span<const Device> devices, int num_threads);
 
 // Bytes of a source that a CUDA device quantizes in a second: as many as the threads that feed it copy from
-// the cache of the system to its memory, and their codes back. Of an H200 behind PCIe 5: 14 to 21 GB/s with
-// 16 threads, the more the fewer threads share a core.
+// the cache of the system to its memory, and their codes back. Of an H200 behind PCIe 5, with 16 threads: 14
+// GB/s on a machine that has no more, 21 on one with 32.
 double device_rate(int num_threads);
 
 // How many files of an output are written side by side. The system lets one thread at a time write to a file:
