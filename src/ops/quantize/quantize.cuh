@@ -317,7 +317,11 @@ __device__ __forceinline__ Packed encode_fast(const Chunk& x, const Encoding& e,
 #pragma unroll
     for (int i = 0; i < kChunk; i += 2) {
       const auto y = [&](int k) {  // the quotient of -0 is +0
-        return copysignf(quotient(x[k], e.scale, e.reciprocal), x[k]);
+        float signed_quotient;
+        asm("copysign.f32 %0, %1, %2;"
+            : "=f"(signed_quotient)
+            : "f"(x[k]), "f"(quotient(x[k], e.scale, e.reciprocal)));
+        return signed_quotient;
       };
       sums[i / Packed::kLow] |= to_e4m3_pair(y(i), y(i + 1)) << (kBits * (i % Packed::kLow));
     }
