@@ -25,8 +25,8 @@ void run(const DequantizeArguments& arguments, const Command& command, std::stri
   before_all(command.group.get(), [&] {
     if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
     options.shard_bytes = parse_shard_size(arguments.destination.shard_size);
-    // 2.4 GB of codes to 17 GB: 3.7 s on 32 threads of a CPU, 5.9 s with two H200. The driver alone takes 0.5
-    // s to start there.
+    // 2.4 GB of codes to 17 GB: 3.7 s on 32 threads of a CPU, 5.9 s with two H200, where the driver alone
+    // takes 0.5 s to start.
     if (arguments.compute.device == "auto")
       device.note = "what is written limits the run";
     else
