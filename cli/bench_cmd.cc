@@ -331,8 +331,8 @@ void add_bench_command(CLI::App& app, Command& command) {
       if (what.empty()) selection_of(*arguments);
       if (what != "qgemm" && !given.empty() && (what != "tensor_parallel" || given != "--m"))
         throw Error(ErrorCode::usage, fmt::format("{}: only with qgemm", given));
-      const std::vector<Device> devices = select_devices(arguments->device, "").devices;
-      if (devices.size() != 1 && what != "tensor_parallel")
+      const std::vector<Device> devices = select_devices(arguments->device).devices;
+      if (devices.empty() || (devices.size() > 1 && what != "tensor_parallel"))
         throw Error(ErrorCode::usage, fmt::format("--device: bench takes one, got {}", arguments->device));
       const Device device = devices.front();
       if (device.kind != DeviceKind::cpu && arguments->num_threads != 0)

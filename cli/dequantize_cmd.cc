@@ -30,7 +30,7 @@ void run(const DequantizeArguments& arguments, const Command& command, std::stri
     if (arguments.compute.device == "auto")
       device.note = "what is written limits the run";
     else
-      device = select_devices(arguments.compute.device, arguments.input);
+      device = select_devices(arguments.compute.device);
   });
   options.dry_run = arguments.destination.dry_run;
   options.force = command.force;

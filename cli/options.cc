@@ -1,14 +1,10 @@
 #include "options.h"
 
-#include <dirent.h>
 #include <fmt/format.h>
 
 #include <CLI/App.hpp>
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
-#include <memory>
-#include <optional>
 #include <string_view>
 
 #include "halfbyte/error.hpp"
@@ -17,31 +13,6 @@
 namespace halfbyte::cli {
 
 namespace {
-
-namespace fs = std::filesystem;
-
-// Starting a CUDA device and loading the kernels takes some tenths of a second, about as long as the CPU
-// needs for this much.
-constexpr uint64_t kMinAutoCudaBytes = uint64_t{1} << 30;
-
-// Of the weights, by the sizes of their files. Errors are left to the work itself.
-uint64_t input_bytes(const std::string& path) {
-  std::error_code error;
-  if (!fs::is_directory(path, error)) {
-    const uint64_t size = fs::file_size(path, error);
-    return error ? 0 : size;
-  }
-  uint64_t sum = 0;
-  // Not by the iterators of std::filesystem, which end the process for want of memory.
-  const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path.c_str()), ::closedir);
-  // NOLINTNEXTLINE(concurrency-mt-unsafe): of `directory`
-  while (const dirent* const entry = directory ? ::readdir(directory.get()) : nullptr) {
-    if (!std::string_view(entry->d_name).ends_with(".safetensors")) continue;
-    const uint64_t size = fs::file_size(path + "/" + entry->d_name, error);
-    if (!error) sum += size;
-  }
-  return sum;
-}
 
 // Empty: "auto".
 std::vector<Device> parse_device_option(const std::string& words) {
@@ -63,16 +34,6 @@ std::vector<Device> parse_device_option(const std::string& words) {
 std::string describe(const CudaInfo& info, const CudaDevice& device) {
   if (!info.cache_directory.empty()) return device.name;
   return fmt::format("{}; no kernel cache: {}", device.name, info.cache_problem);
-}
-
-DeviceChoice select_automatically(const std::string& input) {
-  if (input_bytes(input) < kMinAutoCudaBytes)
-    return {{Device{}},
-            fmt::format("input below {}; --device cuda forces CUDA", format_bytes(kMinAutoCudaBytes))};
-  const CudaInfo info = cuda_info();
-  const auto usable = std::ranges::find(info.devices, "", &CudaDevice::problem);
-  if (!info.usable() || usable == info.devices.end()) return {{Device{}}, info.problem};
-  return {{Device{}, {DeviceKind::cuda, usable->index}}, describe(info, *usable), /*is_automatic=*/true};
 }
 
 }  // namespace
@@ -120,21 +81,25 @@ std::string to_string(const DeviceChoice& choice) {
   return choice.note.empty() ? device : fmt::format("{} ({})", device, choice.note);
 }
 
-DeviceChoice select_devices(const std::string& words, const std::string& input) {
-  DeviceChoice choice = {parse_device_option(words)};
-  if (choice.devices.empty()) return select_automatically(input);
-  for (const Device device : choice.devices) {
+std::string names_of(std::span<const Device> devices) {
+  std::string names;
+  for (const Device device : devices) {
     if (device.kind == DeviceKind::cpu) continue;
-    try {
+    const CudaInfo info = cuda_info();
+    const auto found = std::ranges::find(info.devices, device.index, &CudaDevice::index);
+    if (found != info.devices.end()) names += (names.empty() ? "" : ", ") + describe(info, *found);
+  }
+  return names;
+}
+
+DeviceChoice select_devices(const std::string& words) {
+  DeviceChoice choice = {parse_device_option(words)};
+  for (const Device device : choice.devices) try {
       check_device(device);
     } catch (const Error& error) {
       throw Error(error.code(), fmt::format("--device {}: {}", words, error.what()));
     }
-    const CudaInfo info = cuda_info();
-    const auto found = std::ranges::find(info.devices, device.index, &CudaDevice::index);
-    if (found != info.devices.end())
-      choice.note += (choice.note.empty() ? "" : ", ") + describe(info, *found);
-  }
+  choice.note = names_of(choice.devices);
   return choice;
 }
 

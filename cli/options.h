@@ -37,17 +37,16 @@ void add_compute_options(CLI::App& app, ComputeArguments& arguments);
 
 struct DeviceChoice {
   std::vector<Device> devices = {Device{}};
-  std::string note = {};      // the names of CUDA devices; why "auto" took the CPU alone
-  bool is_automatic = false;  // what is asked for is the faster of them
+  std::string note = {};  // the names of CUDA devices; why "auto" took the CPU alone
 };
 // "cpu", "cpu (no CUDA driver: ...)", "cuda:0 (NVIDIA H200)"
 std::string to_string(const DeviceChoice& choice);
 
-// The devices that work on the checkpoint `input`. "auto" takes the CPU, and beside it the first usable CUDA
-// device where the input is large enough to be worth starting it; a measurement may then leave it out.
-// Throws Error(usage) for unknown words, and Error(device) where a device asked for cannot be used: an
-// explicit request never falls back.
-DeviceChoice select_devices(const std::string& words, const std::string& input);
+// The names of CUDA devices among them.
+std::string names_of(std::span<const Device> devices);
+// None for "auto", which is for the work to choose. Throws Error(usage) for unknown words, and Error(device)
+// where a device asked for cannot be used: an explicit request never falls back.
+DeviceChoice select_devices(const std::string& words);
 // For a command that runs on the CPU only: Error(device) where another device is asked for.
 void check_cpu(const std::string& word, const std::string& command);
 

@@ -84,10 +84,10 @@ void run(const QuantizeArguments& arguments, const Command& command, std::string
   DeviceChoice device;
   before_all(command.group.get(), [&] {
     options = to_options(arguments, command.force);
-    device = select_devices(arguments.compute.device, arguments.input);
+    device = select_devices(arguments.compute.device);
   });
   options.devices = device.devices;
-  options.choose_devices = device.is_automatic;
+  options.choose_devices = device.devices.empty();
   options.process_group = command.group;
   const RunInfo info = {"quantized", device, options.dry_run, options.verify && !options.dry_run,
                         options.importance};

@@ -235,8 +235,8 @@ void describe(const CheckpointReport& report, const RunInfo& run, std::string& t
   text +=
       summary_line("memory", fmt::format("at most {} of buffers", format_bytes(report.peak_buffer_bytes)));
   DeviceChoice device = run.device;
-  if (device.devices != report.devices)
-    device = {report.devices, fmt::format("faster without {}, as measured", device.note)};
+  if (device.devices.empty())
+    device = {report.devices, report.device_note.empty() ? names_of(report.devices) : report.device_note};
   text += summary_line("device", to_string(device));
   if (!report.copied_files.empty()) text += summary_line("copied", join_names(report.copied_files));
   if (!report.skipped_files.empty()) text += summary_line("skipped", join_names(report.skipped_files));

@@ -146,7 +146,7 @@ TEST(CApi, StructuresDoNotEndWithPadding) {
   EXPECT_NO_TAIL(foreign, num_parameters);
   EXPECT_NO_TAIL(stored_tensor, num_bytes);
   EXPECT_NO_TAIL(weight, scale_rows);
-  EXPECT_NO_TAIL(report_info, copy_seconds);
+  EXPECT_NO_TAIL(report_info, device_note);
   EXPECT_NO_TAIL(reader_verdict, why_not);
   EXPECT_NO_TAIL(weight_report, scale_rows);
   EXPECT_NO_TAIL(compare_options, user_data);
@@ -2292,6 +2292,7 @@ TEST(CApi, CheckpointsAreReadWrittenAndCompared) {
   EXPECT_EQ(halfbyte_report_get_device(report, 1, &device), HALFBYTE_USAGE);
   EXPECT_GT(info.compute_seconds, 0);
   EXPECT_EQ(info.copy_seconds, 0);
+  EXPECT_STREQ(info.device_note, "");
   EXPECT_STRNE(info.bottleneck, "");
   EXPECT_GT(info.num_copied_files, 0);
   EXPECT_NE(halfbyte_report_copied_file(report, 0), nullptr);

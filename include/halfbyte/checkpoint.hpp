@@ -198,8 +198,9 @@ struct QuantizeOptions {
   // blocks; nothing falls back. Verification always runs on the CPU, beside the rest where there are several
   // files and threads.
   std::vector<Device> devices = {};
-  // Where both are among them: leaves out the CUDA devices if a measurement of a block shows that the threads
-  // that would feed them compute faster.
+  // Leaves out the CUDA devices if a measurement of a block shows that the threads that would feed them
+  // compute faster. Without `devices` the CPU is meant, and beside it the first usable CUDA device, which is
+  // looked for behind the measurement only: a driver starts in some tenths of a second.
   bool choose_devices = false;
   int num_threads = 0;  // of the CPU; 0: all
   ProgressFunction progress = {};
@@ -245,6 +246,7 @@ struct CheckpointReport {
   std::string architecture;
   std::optional<Layout> layout;              // of the output (quantize) or the input (dequantize)
   std::vector<Device> devices = {Device{}};  // that computed
+  std::string device_note;                   // why choose_devices took no CUDA device; empty: it did
   std::vector<WeightReport> weights;
   std::vector<std::string> left_out;                     // weights of the input that the reader does not load
   std::vector<std::string> copied_files, skipped_files;  // of a directory

@@ -1558,10 +1558,11 @@ typedef struct halfbyte_report_info {
   int64_t num_left_out;      /* weights of the input that the reader does not load */
   int64_t num_resumed_files; /* with tensors, that an earlier run had completed */
   double read_seconds, write_seconds, compute_seconds; /* of run_seconds, on all workers together */
-  const char* bottleneck; /* "read", "copy", "compute", "write", "verify" or "sync"; "": nothing was run */
-  double total_seconds;   /* of quantize and dequantize; a dry run of quantize estimates all times */
-  const char* time_note;  /* of a dry run: what was not measured, and why; "": nothing */
-  double copy_seconds;    /* of run_seconds, to CUDA devices and back */
+  const char* bottleneck;  /* "read", "copy", "compute", "write", "verify" or "sync"; "": nothing was run */
+  double total_seconds;    /* of quantize and dequantize; a dry run of quantize estimates all times */
+  const char* time_note;   /* of a dry run: what was not measured, and why; "": nothing */
+  double copy_seconds;     /* of run_seconds, to CUDA devices and back */
+  const char* device_note; /* why choose_devices took no CUDA device; "": it did */
 } halfbyte_report_info;
 HALFBYTE_API halfbyte_status halfbyte_report_get_info(const halfbyte_report* report,
                                                       halfbyte_report_info* info);

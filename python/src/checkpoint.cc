@@ -504,6 +504,8 @@ void bind_reports(nb::module_& module) {
               "Of quantize and dequantize. A dry run of quantize estimates all times.")
       .def_ro("time_note", &CheckpointReport::time_note,
               "Of a dry run: what was not measured, and why; \"\": nothing.")
+      .def_ro("device_note", &CheckpointReport::device_note,
+              "Why choose_devices took no CUDA device; \"\": it did.")
       .def("__repr__", [](const CheckpointReport& self) {
         return "<CheckpointReport " + quoted(self.output) + ": " + std::to_string(self.num_quantized) +
                " of " + std::to_string(self.weights.size()) + " weights quantized, " +
@@ -596,7 +598,7 @@ void bind_functions_of_files(nb::module_& module) {
       "is complete and verified, or there is none. Options that are not given have the defaults of the "
       "layout. devices: that compute, side by side: \"cpu\", \"cuda:1\", \"cpu,cuda:all\", or a sequence; "
       "choose_devices: the CUDA devices among them only where a measurement shows that they make it "
-      "faster.\n\n"
+      "faster; with no devices, (), the CPU and the first usable CUDA device.\n\n"
       "    >>> report = halfbyte.quantize_checkpoint(model, output, \"int4\", group_size=32)\n"
       "    >>> report.num_quantized, report.weights[0].name\n"
       "    (28, 'lm_head.weight')\n"

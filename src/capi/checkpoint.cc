@@ -483,7 +483,8 @@ halfbyte_status halfbyte_report_get_info(const halfbyte_report* report, halfbyte
                   bottleneck(of),
                   of.total_seconds,
                   of.time_note.c_str(),
-                  of.copy_seconds},
+                  of.copy_seconds,
+                  of.device_note.c_str()},
                  "info");
   });
 }

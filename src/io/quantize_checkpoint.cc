@@ -122,6 +122,7 @@ class Quantizer {
   void set_global_scale(QuantizeItem& item) const;
   void share(std::vector<ValueRange>& ranges, const std::function<int64_t(int rank)>& part) const;
   void share_ranges(OutputCheckpoint& writer);
+  bool outpaces_feeding(std::span<const Device> threads);
   void choose_devices();
   void make_workers();
   TensorView read_block(const QuantizeItem& item, const Block& block, BlockWorker& worker) const;
@@ -139,7 +140,8 @@ class Quantizer {
   void take_sample(const Quantizer& whole, std::span<const std::vector<SampledUnits>> sets);
   std::vector<size_t> files_of_set(size_t set) const;
   uint64_t bytes_of_set(size_t set) const;
-  TensorFiles write_sample(size_t set, const std::string& directory, SampleTimes& times);
+  TensorFiles begin_sample(size_t set, const std::string& directory) const;
+  TensorFiles write_sample(size_t set, const std::string& directory, TensorFiles begun, SampleTimes& times);
   void complete_sample(size_t set, const TensorFiles& written, bool is_hashed, SampleTimes& times);
   double measure_reserve(uint64_t num_bytes, const std::string& directory) const;
   SampleRates measure(const RunPlan& plan, const std::string& directory);
@@ -603,21 +605,17 @@ void Quantizer::finish_weight(TensorFile& file, QuantizeItem& item) const {
   }
 }
 
-void Quantizer::choose_devices() {
-  const auto is_cpu = [](Device device) { return device.kind == DeviceKind::cpu; };
-  if (!options_.choose_devices || std::ranges::none_of(report_.devices, is_cpu) ||
-      std::ranges::all_of(report_.devices, is_cpu))
-    return;
+// Whether the threads quantize a block faster than they would feed a device.
+bool Quantizer::outpaces_feeding(std::span<const Device> threads) {
   const QuantizeItem* largest = nullptr;
   for (const QuantizeItem& item : items_)
     if (item.quantize &&
         (largest == nullptr || num_elements(item.source.shape) > num_elements(largest->source.shape)))
       largest = &item;
-  if (largest->target.scale_rows > 1) return;  // tiles: not measured
+  if (largest->target.scale_rows > 1) return false;  // tiles: not measured
   QuantizeItem item = *largest;
   item.range = {-1, 1};
   set_global_scale(item);
-  const std::vector<Device> threads = worker_devices({}, options_.num_threads);
   const Block block = block_at(item.target, 0, max_elements(item, {}));
   const auto num_bytes = static_cast<double>(block.count * size_of(item.target.dtype));
   BlockWorkers workers(threads, [&](Device) { return block.count; });
@@ -642,9 +640,31 @@ void Quantizer::choose_devices() {
     });
   const double on_cpu = std::accumulate(rates.begin(), rates.end(), 0.0);
   // Verifying takes about as long of the same threads.
-  if (on_cpu < (options_.verify ? 2 : 1) * device_rate(options_.num_threads)) return;
-  report_.devices = {Device{}};
-  devices_ = threads;
+  return on_cpu >= (options_.verify ? 2 : 1) * device_rate(options_.num_threads);
+}
+
+void Quantizer::choose_devices() {
+  // Starting a CUDA device takes some tenths of a second, about as long as the CPU needs for this much.
+  constexpr uint64_t kMinCudaBytes = uint64_t{1} << 30;
+  const bool is_open = options_.devices.empty();  // which CUDA device that is
+  if (!options_.choose_devices ||
+      (!is_open && (!uses_cuda() || std::ranges::find(options_.devices, Device{}) == options_.devices.end())))
+    return;
+  const std::vector<Device> threads = worker_devices({}, options_.num_threads);
+  const auto take_cpu = [&](const std::string& why) {
+    report_.device_note = why;
+    report_.devices = {Device{}};
+    devices_ = threads;
+  };
+  if (is_open && report_.source_bytes < kMinCudaBytes)
+    return take_cpu(fmt::format("input below {} GiB", kMinCudaBytes >> 30));
+  if (outpaces_feeding(threads)) return take_cpu("faster without CUDA, as measured");
+  if (!is_open) return;
+  const CudaInfo info = cuda_info();
+  const auto usable = std::ranges::find(info.devices, "", &CudaDevice::problem);
+  if (!info.usable() || usable == info.devices.end()) return take_cpu(info.problem);
+  report_.devices = {Device{}, {DeviceKind::cuda, usable->index}};
+  devices_ = worker_devices(report_.devices, options_.num_threads);
 }
 
 void Quantizer::make_workers() {
@@ -1026,19 +1046,26 @@ uint64_t Quantizer::bytes_of_set(size_t set) const {
   return sum;
 }
 
-Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& directory, SampleTimes& times) {
+// Files whose space is reserved.
+Quantizer::TensorFiles Quantizer::begin_sample(size_t set, const std::string& directory) const {
+  TensorFiles files;
+  for (const size_t file : files_of_set(set))
+    files.push_back(TensorFile::unnamed(directory, {tensors_of(files_.weights[file]), {}}));
+  return files;
+}
+
+// `begun`: by begin_sample.
+Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& directory, TensorFiles begun,
+                                               SampleTimes& times) {
   const std::vector<size_t> files = files_of_set(set);
   while (true) {
-    double run = 0, reserve = 0;
+    double run = 0;
     TensorFiles written;
+    size_t next = 0;
     {
       const Stopwatch running(run);
-      written = write_files(
-          [&](size_t, std::vector<StoredTensor>&& tensors) {
-            const Stopwatch reserving(reserve);
-            return TensorFile::unnamed(directory, {std::move(tensors), {}});
-          },
-          files);
+      written =
+          write_files([&](size_t, std::vector<StoredTensor>&&) { return std::move(begun[next++]); }, files);
     }
     bool is_held = true;
     for (const size_t file : files)
@@ -1047,9 +1074,11 @@ Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& di
         keep_dense(items_[i], "");  // what the run does with it is seen by the run
         is_held = false;
       }
-    if (!is_held) continue;
-    times.run += run - reserve;
-    return written;
+    if (is_held) {
+      times.run += run;
+      return written;
+    }
+    begun = begin_sample(set, directory);
   }
 }
 
@@ -1087,6 +1116,9 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   constexpr int kNumSets = 4;
   constexpr double kSetSeconds = 0.2;
   constexpr uint64_t kPieceBytes = 16 << 20, kMinSetBytes = 4 << 20, kMaxSetBytes = 512 << 20;
+  // Sets of a large model are larger where threads are many: they verify and hash small files more slowly, as
+  // there are few parts for each.
+  constexpr uint64_t kMaxLargeSetBytes = uint64_t{2} << 30, kParts = 16;
   Team alone(nullptr);
   const std::vector<SampledWeight> weights = sampled_weights();
   make_workers();
@@ -1102,7 +1134,8 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   // Threads, devices and memory are got first; and how much a set may have.
   SampleTimes first, second;
   uint64_t first_bytes = 0, first_ranges_bytes = 0,
-           set_bytes = std::max(kMaxSetBytes, 2 * num_workers * block_bytes);
+           set_bytes = std::max({kMaxSetBytes, std::min(kMaxLargeSetBytes, report_.source_bytes / kParts),
+                                 2 * num_workers * block_bytes});
   {
     const uint64_t warm_bytes = std::max(kPieceBytes / 2, num_workers * block_bytes);
     const auto sets = choose_sample(weights, 2, warm_bytes, warm_bytes);
@@ -1117,11 +1150,14 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
       warm.find_ranges(wanted);
     }
     first_bytes = warm.bytes_of_set(0);
-    warm.complete_sample(0, warm.write_sample(0, directory, first), has_journal, first);
-    const size_t last = sets.size() - 1;
-    warm.complete_sample(last, warm.write_sample(last, directory, second), has_journal, second);
+    const auto take = [&](size_t set, SampleTimes& times) {
+      const TensorFiles written = warm.write_sample(set, directory, warm.begin_sample(set, directory), times);
+      warm.complete_sample(set, written, has_journal, times);
+    };
+    take(0, first);
+    take(sets.size() - 1, second);
     const double rate =
-        static_cast<double>(warm.bytes_of_set(last)) / (second.run + second.verify + second.sync);
+        static_cast<double>(warm.bytes_of_set(sets.size() - 1)) / (second.run + second.verify + second.sync);
     set_bytes = static_cast<uint64_t>(
         std::clamp(kSetSeconds * rate, static_cast<double>(kMinSetBytes), static_cast<double>(set_bytes)));
     std::swap(warm.workers_, workers_);
@@ -1147,14 +1183,16 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   const bool overlaps = plan.overlaps && plan.batch_bytes.size() > 1;
   Background completion(overlaps);
   std::shared_ptr<TensorFiles> previous;
+  TensorFiles begun = sample.begin_sample(0, directory);
   for (size_t set = 0; set < sets.size(); ++set) {
     const auto bytes = static_cast<double>(sample.bytes_of_set(set));
     all_bytes += bytes;
     const bool is_beside = previous != nullptr;
     (is_beside ? beside_bytes : alone_bytes)[0] += bytes;
     const auto written = std::make_shared<TensorFiles>(
-        sample.write_sample(set, directory, is_beside ? beside_times : alone_times));
+        sample.write_sample(set, directory, std::move(begun), is_beside ? beside_times : alone_times));
     completion.wait();
+    if (set + 1 < sets.size()) begun = sample.begin_sample(set + 1, directory);  // beside nothing, as the run
     const bool is_last = !overlaps || set + 1 == sets.size();
     (is_last ? alone_bytes : beside_bytes)[1] += bytes;
     SampleTimes& times = is_last ? alone_times : beside_times;

@@ -150,6 +150,8 @@ def test_options(tmp_path):
     assert report.total_seconds > report.run_seconds > 0 and report.time_note == "" and report.bottleneck
     names = [each.name for each in report.weights if each.quantized]
     assert names and all("up_proj" in name and "layers.1." not in name for name in names)
+    report = halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", dry_run=True, devices=(), choose_devices=True)
+    assert (report.devices, report.device_note) == ("cpu", "input below 1 GiB")
     with pytest.raises(ValueError, match="devices must differ, got cpu twice"):
         halfbyte.quantize_checkpoint(MODEL, tmp_path / "q", devices=["cpu", "cpu"])
     with pytest.raises(ValueError, match="devices: device must be cpu, cuda or cuda:N, got"):
