@@ -76,7 +76,7 @@ void check(QgemmGroupedDescriptor d, uint64_t seed, Routing routing, QgemmData d
            bool exact = false) {
   const GroupedCase test(d, seed, routing, data);
   std::map<WeightRounding, testing::GroupedReference> references;
-  std::vector<std::string> variants = variants_of(d);
+  std::vector<std::string> variants = d.variant.empty() ? variants_of(d) : std::vector{d.variant};
   if (test.problem.is_empty()) variants = {""};  // no variant is given it
   EXPECT_FALSE(variants.empty()) << testing::describe(d, routing);
   for (const std::string& variant : variants) {
@@ -155,6 +155,37 @@ TEST_F(QgemmGroupedDevice, EveryTile) {
           d.routing_gradient = transposed;
         }
         if (d.m == 0) continue;
+        check(d, random(), testing::pick(random, testing::kRoutings));
+      }
+}
+
+// By qgemm_sm90_large, which makes y of both halves itself: tiles of every width, the last one cut. Then
+// there are no sums in memory.
+TEST_F(QgemmGroupedDevice, SwigluInTiles) {
+  std::mt19937_64 random(3);
+  for (const int64_t rows_of_expert : {17, 80, 130, 256})
+    for (const int64_t n : {64, 190, 192})
+      for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked}) {
+        QgemmGroupedDescriptor d{.num_experts = 5, .m = 5 * rows_of_expert, .n = n, .k = 256, .rows = rows};
+        d.spec.format = rows_of_expert == 80 ? Format::int4 : Format::nf4;
+        d.dtype = rows_of_expert == 80 ? DType::f16 : DType::bf16;
+        d.bias = random() % 2 == 0;
+        d.accumulate = random() % 2 == 0;
+        d.swiglu = true;
+        d.variant = "qgemm_sm90_large";
+        if (rows == ExpertRows::masked) d.m = rows_of_expert;
+        if (rows == ExpertRows::indices) {
+          d.top_k = 2;
+          d.m /= 2;
+          d.routing_weights = true;
+        }
+        if (rows_of_expert == 256 && (n > 64 || rows != ExpertRows::offsets)) continue;  // the widest tile
+        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        if (rows == ExpertRows::offsets && n > 64) {
+          const int64_t workspace = QgemmGroupedPlan::select(kCuda, d).workspace_size();
+          EXPECT_EQ(workspace >= 4 * d.m * n, n == 190) << workspace;
+        }
         check(d, random(), testing::pick(random, testing::kRoutings));
       }
 }
@@ -300,11 +331,11 @@ TEST_F(QgemmGroupedDevice, RouteAsTheCpu) {
 using SanitizeGrouped = testing::CudaTest;
 TEST_F(SanitizeGrouped, EveryVariant) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
-    for (const int i : {0, 1, 2, 3}) {
+    for (const int i : {0, 1, 2, 3, 4}) {
       const bool transposed = i % 2 == 1;
       QgemmGroupedDescriptor d{.num_experts = 3, .m = 60, .n = 72, .k = 200, .transposed = transposed};
       d.rows = rows;
-      if (i >= 2) d.m = 6;
+      if (i == 2 || i == 3) d.m = 6;
       if (rows == ExpertRows::indices) {
         d.top_k = 2;
         d.m /= 2;
@@ -312,6 +343,11 @@ TEST_F(SanitizeGrouped, EveryVariant) {
         d.routing_gradient = transposed;
       }
       if (rows == ExpertRows::masked) d.m = (d.m + 2) / 3;
+      if (i == 4) {
+        d.n = 192;
+        d.swiglu = true;
+        d.sum_slots = false;
+      }
       check(d, 1, Routing::random, QgemmData::random, true);
     }
 }

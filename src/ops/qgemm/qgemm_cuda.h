@@ -90,16 +90,17 @@ class QgemmOneKernel : public QgemmKernel {
     expert_rows_ = QgemmExpertRows(context_, problem_, tile, most_width);
   }
   // `parts`: of the sums of a tile. Those of several are left in the workspace, and of one where y cannot be
-  // stored by pairs.
+  // stored by pairs. `swiglu`: the kernel does it.
   void load(const cuda::KernelSpec& spec, const cuda::Grid& grid, int64_t parts = 1, QgemmSumTypes types = {},
-            bool stores_y = true) {
+            bool stores_y = true, bool swiglu = false) {
     const cuda::Scope scope(context_);
     name_ = spec.function;
     function_ = cuda::get_kernel(context_, spec);
     cuda::allow_shared_bytes(function_, grid.shared_bytes);
     grid_ = grid;
     const QgemmExperts& experts = problem_.experts;
-    if (parts > 1 || !stores_y || experts.slots_per_y > 1 || experts.routing_gradient || experts.swiglu)
+    if (parts > 1 || !stores_y || experts.slots_per_y > 1 || experts.routing_gradient ||
+        (experts.swiglu && !swiglu))
       sum_ = QgemmSum(context_, problem_, parts, types);
   }
 

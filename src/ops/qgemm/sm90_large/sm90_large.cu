@@ -43,8 +43,12 @@ constexpr bool kExperts = kTiling.experts;
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
 static_assert(kTiling.double_quant == kDoubleQuant && !(kExperts && kDoubleQuant));
+// With swiglu, of 64 features a warpgroup has a strip of the gate and one of what it opens, two warps each.
+constexpr bool kSwiglu = kTiling.swiglu;
+static_assert(!kSwiglu || (kExperts && !kTransposed));
 constexpr int kMultipliers = kTiling.multipliers();
 constexpr int kMultiplierBarrier = 1;  // of their warpgroups
+constexpr int kGateBarrier = 2;        // and more: with swiglu, of a warp and its partner
 // Warpgroups that take turns at the stages of the same features.
 constexpr int kSplits = kTiling.splits;
 constexpr int kAhead = kSplits == 1 ? 1 : 0;  // operands A that are decoded while one is multiplied
@@ -224,6 +228,8 @@ __device__ __forceinline__ bool loads_for_both(const Args& args, const Tile& til
 // Unit `i` of a stage: its strip, and its number in there. Behind the last strip and the last unit these once
 // more: x is zero there, or y has no such feature.
 __device__ __forceinline__ int strip_of(const Args& args, const Tile& tile, int stage, int i) {
+  if constexpr (kSwiglu)
+    return min(tile.features * (kUnits / 2) + i / 2 + i % 2 * args.gate_strips, args.strips - 1);
   return min(kTransposed ? stage * 2 + i % 2 : tile.features * kUnits + i, args.strips - 1);
 }
 __device__ __forceinline__ int unit_of(const Args& args, const Tile& tile, int stage, int i) {
@@ -325,8 +331,10 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block, int
 
 // ---- 4. Operand A.
 
-// Of 64 features those of fragment rows g and, the next one, g + 8 of a warp.
+// Of 64 features those of fragment rows g and, the next one, g + 8 of a warp; with swiglu, of 32 columns of
+// y.
 __device__ __forceinline__ int feature_of(int warp, int g) {
+  if constexpr (kSwiglu) return 16 * (warp % 2) + 2 * g;
   return kTransposed ? warp / 2 * 32 + g / 4 * 16 + g / 2 % 2 * 8 + warp % 2 * 4 + g % 2 * 2
                      : 16 * warp + 2 * g;
 }
@@ -700,6 +708,8 @@ __device__ __forceinline__ void unpack_pair(float (&to)[2], u32 pair) {
   to[1] = load(Element(), static_cast<u16>(pair >> 16));
 }
 
+// Columns of y that a block of a warpgroup has.
+constexpr int kBlockFeatures = kSwiglu ? 32 : 64;
 // Of a block that shares a tile with others, or of a warpgroup of a split one: of the tokens it stores, and
 // of the sums of 64 features.
 constexpr int kShares = kTiling.shares(), kShareTokens = kTokens / kShares, kShareSums = kSums / kShares;
@@ -803,11 +813,11 @@ class RowsOfY {
     u32 number;    // from the row of `token` on, of experts from the first of y on
     float weight;  // by routing
   };
-  // Of the token of sum i. Of experts by all lanes.
-  __device__ __forceinline__ Row of_sum(int i) const {
+  // Of the token of sum i, or so many behind it, in the same 32. Of experts by all lanes.
+  __device__ __forceinline__ Row of_sum(int i, int behind = 0) const {
     const int at = i / 4 * 8 + i % 2;  // tokens behind the lane's first
     if constexpr (!kExperts) return {token_ + at < last_token_, static_cast<u32>(at), 1};
-    const int lane = at % 32 + static_cast<int>(threadIdx.x % 4) * 2;
+    const int lane = at % 32 + static_cast<int>(threadIdx.x % 4) * 2 + behind;
     const u32 slot = shuffle(slots_[at / 32], lane);
     return {slot < kNone, slot, bit_cast<float>(shuffle(weights_[at / 32], lane))};
   }
@@ -831,7 +841,7 @@ constexpr int kStoredAtOnce = kCount % 16 == 0  ? 16
 // Of two neighbouring features; zeros where there is none.
 __device__ __forceinline__ u32 load_bias(const Args& args, const Tile& tile, int feature) {
   if (args.bias == nullptr) return 0;
-  const i64 first = kExperts ? i64{tile.expert} * args.features : 0;
+  const i64 first = kExperts ? i64{tile.expert} * args.features * (kSwiglu ? 2 : 1) : 0;
   return *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + first + feature);
 }
 
@@ -855,6 +865,23 @@ __device__ __forceinline__ void store_partials(const Sums& sums, const Args& arg
       store_where(row.inside && is_feature, to + u64{static_cast<u32>(args.partial_stride)} * row.number,
                   biased(sums.at(b, first), bias[0]), biased(sums.at(b, first + 2), bias[1]));
     }
+  }
+}
+
+// each(f): f(what was there, of two columns, what is to be stored, where, whether y has it), of all pairs.
+template <class Each>
+__device__ __forceinline__ void add_or_store(const Args& args, const Each& each) {
+  if (args.accumulate) {
+    each([](u32& pair, float, float, const u8* y, bool inside) { load_where(pair, inside, y); });
+    each([](u32 pair, float first, float second, u8* y, bool inside) {
+      float v[2];
+      unpack_pair(v, pair);
+      store_where(inside, y, store_pair(Element(), first + v[0], second + v[1]));
+    });
+  } else {
+    each([](u32, float first, float second, u8* y, bool inside) {
+      store_where(inside, y, store_pair(Element(), first, second));
+    });
   }
 }
 
@@ -886,18 +913,74 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, c
             y + u64{y_stride} * row.number, row.inside && is_feature);
         }
       };
-      if (args.accumulate) {
-        each([](u32& pair, float, float, const u8* y, bool inside) { load_where(pair, inside, y); });
-        each([](u32 pair, float first, float second, u8* y, bool inside) {
-          float v[2];
-          unpack_pair(v, pair);
-          store_where(inside, y, store_pair(Element(), first + v[0], second + v[1]));
-        });
-      } else {
-        each([](u32, float first, float second, u8* y, bool inside) {
-          store_where(inside, y, store_pair(Element(), first, second));
-        });
+      add_or_store(args, each);
+    }
+  }
+}
+
+// gate / (1 + e^-gate). The reciprocal is 1 ulp off at most (PTX ISA, rcp); to divide would take longer than
+// all else here.
+__device__ __forceinline__ float silu(float gate) {
+  float factor;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(factor) : "f"(1 + exp(-gate)));
+  return gate * factor;
+}
+
+// Opens the gates, and stores y. A warp with sums of the gate and its partner, with those of what it opens,
+// give each other four of eight sums, of two tokens: each then has both of the other two, and of both
+// features.
+__device__ __forceinline__ void store_opened(const Sums& sums, const Args& args, const Tile& tile,
+                                             const Block& block, const RowsOfY& rows_of_y, int feature) {
+  constexpr int kGroups = kTiling.gate_groups();  // of eight sums, at a time
+  const int thread = block.thread % 128, opens = thread / 64;
+  const int barrier = kGateBarrier + block.column * 2 + block.warp % 2;
+  const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b, feature += kBlockFeatures) {
+    const bool is_feature = feature < args.features;
+    float gate_bias[2], opened_bias[2];
+    unpack_pair(gate_bias, is_feature ? load_bias(args, tile, feature) : 0);
+    unpack_pair(opened_bias, is_feature ? load_bias(args, tile, args.features + feature) : 0);
+    u8* const y = static_cast<u8*>(args.y) + feature * 2;
+    static_assert(kSums % (8 * kGroups) == 0);
+#pragma unroll
+    for (int begin = 0; begin < kSums; begin += 8 * kGroups) {
+      sync_some(barrier, 64);  // the partner has taken what was there
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        float given[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int at = begin + 8 * i + e;
+          given[e] = opens != 0 ? sums.at(b, at) : sums.at(b, at + 4);
+        }
+        store_shared(shared_address(block.shared + kTiling.gate_offset(block.thread, i)), given[0], given[1],
+                     given[2], given[3]);
       }
+      sync_some(barrier, 64);
+      u32 before[kGroups * 2] = {};
+      float opened[kGroups * 2][2];  // of each token
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        const Words4 received = load_words(block.shared + kTiling.gate_offset(block.thread ^ 64, i));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int at = begin + 8 * i + e;
+          const float own = opens != 0 ? sums.at(b, at + 4) : sums.at(b, at),
+                      other = bit_cast<float>(received.word[e]);
+          const float gate = (opens != 0 ? other : own) + gate_bias[e / 2];
+          opened[i * 2 + e % 2][e / 2] = silu(gate) * ((opens != 0 ? own : other) + opened_bias[e / 2]);
+        }
+      }
+      const auto each = [&](const auto& f) {
+#pragma unroll
+        for (int i = 0; i < kGroups * 2; ++i) {
+          const RowsOfY::Row row = rows_of_y.of_sum(begin + i / 2 * 8 + i % 2, 8 * opens);
+          f(before[i], opened[i][0] * row.weight, opened[i][1] * row.weight, y + u64{y_stride} * row.number,
+            row.inside && is_feature);
+        }
+      };
+      add_or_store(args, each);
     }
   }
 }
@@ -906,13 +989,15 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, c
 template <int kCount>
 __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, const Tile& tile,
                                            const Block& block, int token) {
-  const int feature = tile.features * kTiling.features() + block.column * kBlocks * 64 +
+  const int feature = tile.features * kTiling.y_features() + block.column * kBlocks * kBlockFeatures +
                       feature_of(block.warp % 4, block.lane / 4);
   const int first = kExperts ? 0 : tile.tokens * args.tokens,
             last_token = kExperts ? tile.count : min(first + args.tokens, args.m);
   token += first + block.lane % 4 * 2;
   const RowsOfY rows_of_y(args, tile, token, last_token);
-  if (args.partials != nullptr)
+  if constexpr (kSwiglu)
+    store_opened(sums, args, tile, block, rows_of_y, feature);
+  else if (args.partials != nullptr)
     store_partials<kCount>(sums, args, tile, rows_of_y, feature, token);
   else
     store_sums<kCount>(sums, args, tile, rows_of_y, feature, token);

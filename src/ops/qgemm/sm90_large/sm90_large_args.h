@@ -30,10 +30,13 @@ struct QgemmSm90LargeTiling {
   bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
   int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared. Not of split tiles
   bool experts;    // rows of x meet the weights of experts: their tiles are in a list
+  // Of experts: half of the features are a gate. A tile has as many of them as of those that they open.
+  bool swiglu;
 
   HALFBYTE_FN int multipliers() const { return splits == 1 ? 256 : 512; }  // threads
   HALFBYTE_FN int threads() const { return multipliers() + 128; }          // of a block: one warpgroup copies
   HALFBYTE_FN int features() const { return multipliers() / 2 / splits * blocks; }
+  HALFBYTE_FN int y_features() const { return features() / (swiglu ? 2 : 1); }
   HALFBYTE_FN int units() const { return features() / formats::kUnitRows; }  // of a stage
   HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
   // Of the packed layout where parameters are inlined: units of a block, bytes of a block.
@@ -50,15 +53,26 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
 
   // Bytes of shared memory from its begin: the table of pairs, which uses half of each of its rows of 256
-  // bytes; the boxes of x of all stages; their units; the map of double quantization; the barriers, and of
-  // experts the tiles and their barriers, with a table in the other halves of its first rows. Blocks of a
-  // cluster exchange sums where the boxes were.
+  // bytes; the boxes of x of all stages; their units; the map of double quantization; what warps give each
+  // other with swiglu; the barriers, and of experts the tiles and their barriers. A table has what is behind
+  // the units, but for a map, in the other halves of its rows. Blocks of a cluster exchange sums where the
+  // boxes were.
   HALFBYTE_FN bool has_table() const { return bits == 4; }
   HALFBYTE_FN int barrier_bytes() const { return stages * 16; }
   HALFBYTE_FN int box_offset() const { return has_table() ? 65536 : 0; }
   HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
   HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
-  HALFBYTE_FN int end_offset() const { return map_offset() + (double_quant ? 1024 : 0); }
+  HALFBYTE_FN int end_offset() const {
+    return map_offset() + (double_quant ? 1024 : 0) + (swiglu && !has_table() ? gate_bytes() : 0);
+  }
+  // With swiglu, so many times 16 bytes of each thread, and where the i-th are. Sums of more tokens leave
+  // registers for one.
+  HALFBYTE_FN int gate_groups() const { return tokens > 256 ? 1 : 2; }
+  HALFBYTE_FN int gate_bytes() const { return 16 * gate_groups() * multipliers(); }
+  HALFBYTE_FN int gate_offset(int thread, int i) const {
+    const int number = i * multipliers() + thread;
+    return has_table() ? 1024 + number / 8 * 256 + 128 + number % 8 * 16 : map_offset() + number * 16;
+  }
   HALFBYTE_FN bool barriers_in_table() const { return has_table() && barrier_bytes() <= 128; }
   HALFBYTE_FN int barrier_offset() const { return barriers_in_table() ? 128 : end_offset(); }
   HALFBYTE_FN int tile_bytes() const { return experts ? kLargeTileSlots * kLargeTileBytes : 0; }
@@ -96,6 +110,7 @@ struct QgemmSm90LargeArgs {
   formats::i64 global_scale;
   formats::i32 block_bytes;
   formats::i32 strips, units;   // of the weight; of a strip
+  formats::i32 gate_strips;     // with swiglu, of half of the weight
   formats::i32 n, groups;       // of the weight; of a row
   formats::i32 m, features;     // of y
   formats::i32 partial_stride;  // even

@@ -89,7 +89,7 @@ std::vector<Tile> all_tiles() {
 }
 
 // All that a tile needs, with as many stages as fit.
-QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile) {
+QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile, bool swiglu = false) {
   const formats::PackedLayout& weight = problem.weight;
   QgemmSm90LargeTiling tiling{};
   const auto [tokens, blocks, splits, forward, transposed] = *tile.candidate;
@@ -103,6 +103,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile) {
   tiling.multicast = tokens > 128 || splits == 2;  // x of so many takes longer to load than the weight
   tiling.sharers = tile.sharers;
   tiling.experts = problem.experts.num > 0;
+  tiling.swiglu = swiglu;
   tiling.stages = splits == 1 ? kMaxStages : kMaxSplitStages;
   while (tiling.shared_bytes() > kSharedBytes) tiling.stages -= splits;
   return tiling;
@@ -211,14 +212,16 @@ double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks, 
 }
 
 // Rows of a tile of experts' rows, at most: with more, ptxas spills registers.
-int most_expert_tokens(const QgemmProblem& p) {
-  const bool crowded = p.transposed || p.weight.has_zeros || p.weight.has_biases || inlined_group(p) == 16;
+int most_expert_tokens(const QgemmProblem& p, bool swiglu) {
+  const int64_t group = inlined_group(p);
+  const bool crowded =
+      p.transposed || p.weight.has_zeros || p.weight.has_biases || group == 16 || (swiglu && group == 32);
   return crowded ? 256 : 288;
 }
 
 // Of experts: tiles of the kind that takes the least time, where rows are those of experts with as many each,
-// give or take what chance does. Where tiles are few, parts of what is summed.
-Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
+// give or take what chance does. Where tiles are few, parts of what is summed. `swiglu`: the kernel does it.
+Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors, bool swiglu) {
   const QgemmExperts& experts = p.experts;
   const bool is_masked = experts.rows == ExpertRows::masked;
   const double rows = is_masked ? static_cast<double>(experts.rows_per_expert)
@@ -232,9 +235,10 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const Candidate& candidate : kCandidates) {
-    const QgemmSm90LargeTiling tiling = tiling_of(p, {&candidate, 2});
+    const QgemmSm90LargeTiling tiling = tiling_of(p, {&candidate, 2}, swiglu);
     const double clocks = clocks_of(candidate, p.transposed);
-    if (clocks == 0 || candidate.splits > 1 || candidate.tokens > most_expert_tokens(p) || !can_be(tiling))
+    if (clocks == 0 || candidate.splits > 1 || candidate.tokens > most_expert_tokens(p, swiglu) ||
+        !can_be(tiling))
       continue;
     const double time = tiles_of_expert(candidate.tokens) * clocks / candidate.blocks;
     if (time >= least) continue;
@@ -242,7 +246,7 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
     best = {};
     best.tiling = tiling;
   }
-  best.feature_tiles = ceil_div(p.out_cols(), best.tiling.features());
+  best.feature_tiles = ceil_div(swiglu ? p.y_cols() : p.out_cols(), best.tiling.y_features());
   best.token_tiles = tiles_of_rows(p, best.tiling.tokens);  // at most
   best.tokens = best.tiling.tokens;
   best.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
@@ -257,6 +261,15 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   best.cluster = best.multicast ? 2 : 1;
   best.blocks = num_multiprocessors / best.cluster * best.cluster;
   return best;
+}
+
+Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
+  // The kernel does it with whole strips of both halves.
+  const bool swiglu = p.experts.swiglu && p.experts.slots_per_y == 1 && has_pairs_of_y(p) &&
+                      p.y_cols() % formats::kUnitRows == 0;
+  if (swiglu)
+    if (Division d = choose_for_experts(p, num_multiprocessors, true); d.parts == 1) return d;
+  return choose_for_experts(p, num_multiprocessors, false);
 }
 
 // Whether rows of x, or their copies, begin lines of 128 bytes. If not, each stage of a row takes two: the
@@ -307,7 +320,8 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTili
                                                  {"stages", t.stages},
                                                  {"multicast", t.multicast},
                                                  {"sharers", t.sharers},
-                                                 {"experts", t.experts}}))};
+                                                 {"experts", t.experts},
+                                                 {"swiglu", t.swiglu}}))};
 }
 
 class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
@@ -317,6 +331,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     const Division division = has_experts ? choose_for_experts(problem, context_.num_multiprocessors)
                                           : choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
+    const int64_t features = tiling_.swiglu ? problem.y_cols() : problem.out_cols();
     const int64_t panel = std::clamp<int64_t>(kPanelBytes / (division.tokens * problem.in_cols() * 2), 1,
                                               std::max<int64_t>(division.token_tiles, 1));
     if (has_experts) {
@@ -334,8 +349,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.n = static_cast<int>(layout.n);
     args_.groups = static_cast<int>(layout.groups);
     args_.m = static_cast<int>(problem.m);
-    args_.features = static_cast<int>(problem.out_cols());
-    args_.partial_stride = static_cast<int>(formats::round_up(problem.out_cols(), 2));
+    args_.features = static_cast<int>(features);
+    args_.gate_strips = static_cast<int>(features / formats::kUnitRows);
+    args_.partial_stride = static_cast<int>(formats::round_up(features, 2));
     args_.stages = static_cast<int>(division.stages);
     args_.part_stages = static_cast<int>(division.part_stages);
     args_.feature_tiles = static_cast<int>(division.feature_tiles);
@@ -350,7 +366,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.accumulate = problem.accumulate;
     load(kernel_of(problem, tiling_),
          {division.blocks, tiling_.threads(), tiling_.shared_bytes(), division.cluster}, division.parts, {},
-         has_pairs_of_y(problem));
+         has_pairs_of_y(problem), tiling_.swiglu);
   }
 
   PrecisionGuarantee guarantee() const override {
@@ -387,14 +403,17 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   QgemmProblem problem = qgemm_problem(values);
   problem.transposed = cuda::is_set(values, "transposed");
   problem.experts.num = cuda::is_set(values, "experts") ? 1 : 0;
+  const bool swiglu = cuda::is_set(values, "swiglu");
+  HALFBYTE_CHECK(!swiglu || (problem.experts.num > 0 && !problem.transposed), usage,
+                 "qgemm_sm90_large: swiglu goes with experts, and not with transposed");
   const std::string reason = refuse_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_large: {}", reason);
   const std::string& word = values.at("tile");
   const std::vector<Tile> tiles = all_tiles();
   const auto tile = std::ranges::find(tiles, word, word_of);
   HALFBYTE_CHECK(tile != tiles.end(), usage, "qgemm_sm90_large: there is no tile {}", word);
-  const QgemmSm90LargeTiling tiling = tiling_of(problem, *tile);
-  const int most = most_expert_tokens(problem);
+  const QgemmSm90LargeTiling tiling = tiling_of(problem, *tile, swiglu);
+  const int most = most_expert_tokens(problem, swiglu);
   HALFBYTE_CHECK(
       problem.experts.num == 0 || (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= most),
       usage,
@@ -417,6 +436,7 @@ std::vector<cuda::Kernel> kernels() {
   for (const Tile& one : all_tiles()) tile.values.push_back(word_of(one));
   keys.push_back(std::move(tile));
   keys.push_back(experts_key());
+  keys.push_back(cuda::flag_key("swiglu", "Of experts: half of the rows of the weight are a gate."));
   return {{{"qgemm", "qgemm_sm90_large", "Both directions, many rows of x.", std::move(keys), kSm90Target},
            specialise}};
 }
