@@ -454,9 +454,42 @@ void TensorFile::write(const StoredTensor& tensor, uint64_t offset, std::span<co
 
 void TensorFile::write(const StoredTensor& tensor, const StoredRange& range,
                        std::span<const std::byte> bytes) {
+  if (!has_short_runs(range))
+    return for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
+      write(tensor, offset, bytes.subspan(begin, size));
+    });
+  std::byte* whole = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    Assembly& assembly = assemblies_[&tensor];
+    if (!assembly.bytes) {
+      assembly.missing = tensor.num_bytes;
+      assembly.bytes = std::make_unique_for_overwrite<std::byte[]>(tensor.num_bytes);
+    }
+    whole = assembly.bytes.get();
+  }
   for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
-    write(tensor, offset, bytes.subspan(begin, size));
+    HALFBYTE_CHECK(offset <= tensor.num_bytes && size <= tensor.num_bytes - offset, bug,
+                   "bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset, size,
+                   printable(tensor.name), tensor.num_bytes);
+    std::memcpy(whole + offset, bytes.data() + begin, size);
   });
+  std::unique_ptr<std::byte[]> complete;
+  {
+    const std::lock_guard lock(mutex_);
+    Assembly& assembly = assemblies_.at(&tensor);
+    assembly.missing -= bytes.size();
+    if (assembly.missing > 0) return;
+    complete = std::move(assembly.bytes);
+    assemblies_.erase(&tensor);
+  }
+  write(tensor, 0, {complete.get(), tensor.num_bytes});
+}
+
+void TensorFile::sync(const std::function<void()>& poll) {
+  HALFBYTE_CHECK(assemblies_.empty(), bug, "{} tensors of \"{}\" are not complete", assemblies_.size(),
+                 printable(path()));
+  file_->sync(poll);
 }
 
 void TensorFile::write_repeated(const StoredTensor& tensor, std::string_view content) {
@@ -472,7 +505,7 @@ void OutputCheckpoint::sync(TensorFile& file) {
   uint64_t num_bytes = 0;
   for (const StoredTensor& tensor : file.tensors_) num_bytes += tensor.num_bytes;
   reporter_.report({"sync", num_bytes, num_bytes});
-  file.file_->sync([&] { reporter_.poll(); });
+  file.sync([&] { reporter_.poll(); });
 }
 
 void OutputCheckpoint::check_sources(size_t file) const {

@@ -83,13 +83,14 @@ class TensorFile {
   const StoredTensor& tensor(const std::string& name) const { return *by_name_.at(name); }
   // Thread safe for disjoint ranges.
   void write(const StoredTensor& tensor, uint64_t offset, std::span<const std::byte> bytes);
-  // One run behind the other.
+  // One run behind the other. A tensor of short runs is put together in memory, and written when all of it
+  // has come, each byte once: of 1 Mi codes, awq has 4096 runs of 128 bytes.
   void write(const StoredTensor& tensor, const StoredRange& range, std::span<const std::byte> bytes);
   // As often as it fits into the tensor.
   void write_repeated(const StoredTensor& tensor, std::string_view content);
   // To read back.
   const std::string& path() const { return file_->temporary_path(); }
-  void sync(const std::function<void()>& poll) { file_->sync(poll); }
+  void sync(const std::function<void()>& poll);
 
  private:
   friend class OutputCheckpoint;
@@ -99,8 +100,15 @@ class TensorFile {
 
   size_t index_;
   std::vector<StoredTensor> tensors_;
+  struct Assembly {
+    std::unique_ptr<std::byte[]> bytes;
+    uint64_t missing = 0;
+  };
+
   std::unordered_map<std::string_view, const StoredTensor*> by_name_;
   std::unique_ptr<OutputFile> file_;
+  std::mutex mutex_;
+  std::unordered_map<const StoredTensor*, Assembly> assemblies_;
 };
 
 class OutputCheckpoint {

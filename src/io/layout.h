@@ -251,6 +251,11 @@ void for_each_run(const StoredRange& range, const Body& body) {
     body(range.offset + run * range.stride, run * range.run_bytes, range.run_bytes);
 }
 StoredRange stored_range(const QuantizedWeight& weight, const Block& block, Role role);
+// Whether calls of the system would take longer than what they move.
+inline bool has_short_runs(const StoredRange& range) {
+  constexpr uint64_t kShortRun = 16 * 1024;
+  return range.stride != range.run_bytes && range.num_runs > 1 && range.run_bytes < kShortRun;
+}
 // Bytes of the same in the native layout, and where they begin in that of the whole weight.
 int64_t native_bytes(const QuantizedWeight& weight, const Block& block, Role role);
 int64_t native_offset(const QuantizedWeight& weight, const Block& block, Role role);

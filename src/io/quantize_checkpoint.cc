@@ -458,7 +458,7 @@ std::vector<Quantizer::Task> Quantizer::tasks_of(std::span<const size_t> items) 
 
 // Upper bound of the buffers of one file, on the host.
 uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
-  int64_t copy_bytes = 0, block_bytes = 0, verify_bytes = 0, scales = 0;
+  int64_t copy_bytes = 0, block_bytes = 0, verify_bytes = 0, whole_bytes = 0, scales = 0;
   for (const size_t i : items) {
     const QuantizeItem& item = items_[i];
     const bool whole = is_whole(input_, item.source);
@@ -476,13 +476,20 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
     for (const Role role : block_roles(item.target.spec))
       bytes += native_bytes(item.target, block, role) +
                static_cast<int64_t>(stored_range(item.target, block, role).num_bytes());
+    if (has_short_runs(stored_range(item.target, block, Role::codes))) {
+      // Put together to be written, and again to be verified: by threads with blocks of two tensors at each
+      // end.
+      const int64_t codes = num_elements(item.target.shape) * info(item.target.spec.format).bits / 8;
+      whole_bytes = std::max(whole_bytes, 2 * codes);
+      bytes += static_cast<int64_t>(stored_range(item.target, block, Role::codes).num_bytes());
+    }
     block_bytes = std::max(block_bytes, bytes);
     verify_bytes = std::max(verify_bytes, verify_buffer_bytes(item.source, item.target));
     // As f32, and as the codes that they become.
     if (item.target.spec.double_quant) scales += 5 * item.target.quant_shape().num_groups;
   }
-  const int64_t writing = std::ssize(devices_) * (copy_bytes + block_bytes);
-  const int64_t verifying = effective_threads(options_.num_threads) * verify_bytes;
+  const int64_t writing = std::ssize(devices_) * (copy_bytes + block_bytes) + whole_bytes;
+  const int64_t verifying = effective_threads(options_.num_threads) * verify_bytes + whole_bytes;
   return static_cast<uint64_t>((overlaps() ? writing + verifying : std::max(writing, verifying)) +
                                scales * files_at_once(static_cast<int>(devices_.size())));
 }

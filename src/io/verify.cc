@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -218,6 +221,33 @@ void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int
   }
 }
 
+// The bytes of a tensor of which every task needs short pieces from everywhere: read once, by all tasks side
+// by side.
+class WholeTensor {
+ public:
+  const std::byte* get(const WrittenFile& file, const StoredTensor& tensor) {
+    constexpr int64_t kPart = 1 << 20;
+    const auto size = static_cast<int64_t>(tensor.num_bytes), num_parts = ceil_div(size, kPart);
+    std::call_once(made_, [&] {
+      parts_ = std::make_unique<std::once_flag[]>(static_cast<size_t>(num_parts));
+      bytes_ = std::make_unique_for_overwrite<std::byte[]>(tensor.num_bytes);
+    });
+    const int64_t first = num_parts == 0 ? 0 : next_++ % num_parts;
+    for (int64_t i = 0; i < num_parts; ++i) {
+      const int64_t part = (first + i) % num_parts, begin = part * kPart;
+      std::call_once(parts_[static_cast<size_t>(part)],
+                     [&] { file.read(tensor, begin, std::min(kPart, size - begin), bytes_.get() + begin); });
+    }
+    return bytes_.get();
+  }
+
+ private:
+  std::once_flag made_;
+  std::unique_ptr<std::once_flag[]> parts_;
+  std::unique_ptr<std::byte[]> bytes_;
+  std::atomic<int64_t> next_ = 0;
+};
+
 // A quantized weight in the written file.
 class Unpacker {
  public:
@@ -274,6 +304,7 @@ class Unpacker {
   bool high_nibble_first_ = false;
   bool zeros_in_words_ = false;
   enum class Columns : uint8_t { none, gptq, awq } columns_ = Columns::none;  // tensors are transposed
+  const std::unique_ptr<WholeTensor> whole_codes_ = std::make_unique<WholeTensor>();  // where they are
   // Tables and floating codes: the values, what is nearest to each of them, the largest magnitude.
   struct Cell {
     float low, high;
@@ -589,18 +620,55 @@ uint32_t word_at(const std::byte* words, int64_t index) {
 // Of awq: where in a word is the code of each of eight outputs.
 constexpr int kAwqNibbles[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
+// Eight nibbles, the lowest first, to a byte each.
+uint64_t nibbles_to_bytes(uint32_t word) {
+  uint64_t bytes = word;
+  bytes = (bytes | bytes << 16) & 0x0000FFFF0000FFFF;
+  bytes = (bytes | bytes << 8) & 0x00FF00FF00FF00FF;
+  return (bytes | bytes << 4) & 0x0F0F0F0F0F0F0F0F;
+}
+// Byte i of number j <-> byte j of number i.
+void transpose_bytes(std::array<uint64_t, 8>& of) {
+  const auto exchange = [&](size_t distance, int shift, uint64_t mask) {
+    for (size_t i = 0; i < 8; ++i) {
+      if ((i & distance) != 0) continue;
+      const uint64_t other = (of[i] >> shift ^ of[i + distance]) & mask;
+      of[i + distance] ^= other;
+      of[i] ^= other << shift;
+    }
+  };
+  exchange(4, 32, 0x00000000FFFFFFFF);
+  exchange(2, 16, 0x0000FFFF0000FFFF);
+  exchange(1, 8, 0x00FF00FF00FF00FF);
+}
+
 void Unpacker::read_code_columns(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
   constexpr int64_t kTogether = 64;  // columns, so that a line of the cache gets all of its codes
   const int64_t rows = count / cols_, first_row = begin / cols_;
   auto* codes = reinterpret_cast<uint8_t*>(buffers.codes.reserve(count));
   const bool awq = columns_ == Columns::awq;
-  const int64_t words = awq ? rows / 8 : rows;  // of a row of the tensor
-  std::byte* raw = buffers.raw.reserve(codes_->shape[0] * words * 4);
-  read_columns(*codes_, (awq ? first_row / 8 : first_row) * 4, words * 4, raw);
+  const std::byte* const raw = whole_codes_->get(file_, *codes_) + (awq ? first_row / 8 : first_row) * 4;
+  const int64_t words = static_cast<int64_t>(codes_->num_bytes) / codes_->shape[0] / 4;  // to the next row
   const uint32_t mask = (1u << bits_) - 1;
-  for (int64_t k0 = 0; k0 < cols_; k0 += kTogether)
+  const auto store = [&](int64_t r, int64_t k, uint64_t eight) {
+    std::memcpy(codes + r * cols_ + k, &eight, 8);
+  };
+  for (int64_t k0 = 0; k0 < cols_; k0 += kTogether) {
+    const int64_t end = std::min(k0 + kTogether, cols_), whole = bits_ == 4 ? k0 + (end - k0) / 8 * 8 : k0;
+    for (int64_t r = 0; r < rows && whole > k0; r += awq ? 8 : 1)
+      for (int64_t k = k0; k < whole; k += 8) {
+        if (!awq) {
+          store(r, k, nibbles_to_bytes(word_at(raw, k / 8 * words + r)));
+          continue;
+        }
+        std::array<uint64_t, 8> eight;  // of a column, then of a row
+        for (int64_t i = 0; i < 8; ++i)
+          eight[static_cast<size_t>(i)] = nibbles_to_bytes(word_at(raw, (k + i) * words + r / 8));
+        transpose_bytes(eight);
+        for (int64_t i = 0; i < 8; ++i) store(r + i, k, eight[static_cast<size_t>(kAwqNibbles[i])]);
+      }
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t k = k0; k < std::min(k0 + kTogether, cols_); ++k) {
+      for (int64_t k = whole; k < end; ++k) {
         uint64_t word;
         int shift;
         if (awq) {
@@ -614,6 +682,7 @@ void Unpacker::read_code_columns(int64_t begin, int64_t count, VerifyBuffers& bu
         }
         codes[r * cols_ + k] = static_cast<uint8_t>(word >> shift & mask);
       }
+  }
 }
 
 void Unpacker::read_group_columns(int64_t begin, int64_t count, VerifyBuffers& buffers) const {
@@ -949,6 +1018,8 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
   }
   file.check_all_taken();
 
+  std::vector<std::atomic<int64_t>> left(items.size());  // tasks
+  for (const Task& task : tasks) ++left[task.item];
   std::vector<ErrorSums> sums(tasks.size());
   std::vector<VerifyBuffers> buffers(static_cast<size_t>(effective_threads(num_threads)));
   parallel_for(static_cast<int64_t>(tasks.size()), 1, num_threads,
@@ -963,6 +1034,7 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
                    if (items[item].given != nullptr) {
                      unpackers[item]->decode(begin, count, nullptr, own);
                      compare_given(items[item], block_at(*quantized, begin, count), own);
+                     if (--left[item] == 0) unpackers[item].reset();
                      progress.add(num_bytes);
                      continue;
                    }
@@ -984,6 +1056,7 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
                                     "verify: tensor \"{}\" differs from the input within bytes [{}, {})",
                                     printable(weight.name), begin, begin + count);
                    }
+                   if (--left[item] == 0) unpackers[item].reset();  // with a whole tensor, perhaps
                    progress.add(num_bytes);
                  }
                });
