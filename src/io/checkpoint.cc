@@ -12,6 +12,7 @@
 #include "core/format.h"
 #include "core/words.h"
 #include "io/architecture.h"
+#include "io/columnwise.h"
 #include "io/config.h"
 #include "io/container.h"
 #include "io/foreign.h"
@@ -528,9 +529,23 @@ void Checkpoint::Impl::read(const StoredTensor& tensor, uint64_t offset, std::sp
 
 void Checkpoint::Impl::read(const StoredTensor& tensor, const io::StoredRange& range,
                             std::span<std::byte> bytes) const {
+  if (io::has_short_runs(range))
+    return whole_tensors->read(
+        tensor, range, [&](uint64_t offset, std::span<std::byte> part) { read(tensor, offset, part); },
+        bytes);
   io::for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
     read(tensor, offset, bytes.subspan(begin, size));
   });
+}
+
+uint64_t Checkpoint::Impl::whole_bytes() const {
+  uint64_t all = 0, largest = 0;
+  for (const io::StoredWeight& stored : quantized) {
+    if (!io::is_columnwise(stored.weight)) continue;
+    all += stored.part(io::Role::codes).num_bytes;
+    largest = std::max(largest, stored.part(io::Role::codes).num_bytes);
+  }
+  return std::min(all, io::WholeTensors::kMostBytes + largest);
 }
 
 std::string Checkpoint::Impl::read_text(const StoredTensor& tensor) const {

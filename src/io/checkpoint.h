@@ -15,6 +15,7 @@
 #include "io/file.h"
 #include "io/json.h"
 #include "io/layout.h"
+#include "io/whole_tensors.h"
 
 namespace halfbyte {
 namespace io {
@@ -61,6 +62,7 @@ struct Checkpoint::Impl {
   std::vector<int> quantized_of;  // for each weight: its place in `quantized`, -1 if dense
   std::vector<io::StoredWeight> quantized;
   std::map<std::string, std::string> not_read;  // as in FoundWeights
+  std::shared_ptr<io::WholeTensors> whole_tensors = std::make_shared<io::WholeTensors>();
   std::vector<ForeignQuantization> foreign;
 
   // Error(bad_input) if a file has changed since it was opened: any; one with a text or with `weight`.
@@ -70,8 +72,10 @@ struct Checkpoint::Impl {
   const std::string& config_text(const std::string& file) const;
   const StoredTensor* find(const std::string& name) const;
   void read(const StoredTensor& tensor, uint64_t offset, std::span<std::byte> bytes) const;
-  // One run behind the other.
+  // One run behind the other. Of short ones the tensor is read as a whole, once for all who ask for some.
   void read(const StoredTensor& tensor, const io::StoredRange& range, std::span<std::byte> bytes) const;
+  // Bytes of whole tensors that are kept at most while weights are read.
+  uint64_t whole_bytes() const;
   // All bytes of a small tensor; Error(bad_input) naming it if it has more than 64 KiB.
   std::string read_text(const StoredTensor& tensor) const;
   // The file with the first part of a weight.

@@ -146,7 +146,8 @@ void Dequantizer::plan() {
   }
   HALFBYTE_CHECK(report_.num_quantized > 0, bad_input,
                  "\"{}\" has no quantized weights in a layout that is known", printable(input_.path));
-  report_.peak_buffer_bytes = static_cast<uint64_t>(std::ssize(devices_) * (copy_bytes + block_bytes));
+  report_.peak_buffer_bytes =
+      static_cast<uint64_t>(std::ssize(devices_) * (copy_bytes + block_bytes)) + input_.whole_bytes();
   check_output(input_, files_, [&](size_t file) { return content_of(file); });
   side_files_ = find_side_files(input_);
   // They describe what is no longer there.

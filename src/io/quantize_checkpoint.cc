@@ -491,7 +491,8 @@ uint64_t Quantizer::buffer_bytes(std::span<const size_t> items) const {
   const int64_t writing = std::ssize(devices_) * (copy_bytes + block_bytes) + whole_bytes;
   const int64_t verifying = effective_threads(options_.num_threads) * verify_bytes + whole_bytes;
   return static_cast<uint64_t>((overlaps() ? writing + verifying : std::max(writing, verifying)) +
-                               scales * files_at_once(static_cast<int>(devices_.size())));
+                               scales * files_at_once(static_cast<int>(devices_.size()))) +
+         input_.whole_bytes();
 }
 
 // ---- The run

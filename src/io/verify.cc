@@ -8,7 +8,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -19,6 +18,7 @@
 #include "io/config.h"
 #include "io/safetensors.h"
 #include "io/verify_span.h"
+#include "io/whole_tensors.h"
 
 namespace halfbyte::io {
 namespace {
@@ -221,33 +221,6 @@ void read_source(const Checkpoint::Impl& source, const OutputWeight& weight, int
   }
 }
 
-// The bytes of a tensor of which every task needs short pieces from everywhere: read once, by all tasks side
-// by side.
-class WholeTensor {
- public:
-  const std::byte* get(const WrittenFile& file, const StoredTensor& tensor) {
-    constexpr int64_t kPart = 1 << 20;
-    const auto size = static_cast<int64_t>(tensor.num_bytes), num_parts = ceil_div(size, kPart);
-    std::call_once(made_, [&] {
-      parts_ = std::make_unique<std::once_flag[]>(static_cast<size_t>(num_parts));
-      bytes_ = std::make_unique_for_overwrite<std::byte[]>(tensor.num_bytes);
-    });
-    const int64_t first = num_parts == 0 ? 0 : next_++ % num_parts;
-    for (int64_t i = 0; i < num_parts; ++i) {
-      const int64_t part = (first + i) % num_parts, begin = part * kPart;
-      std::call_once(parts_[static_cast<size_t>(part)],
-                     [&] { file.read(tensor, begin, std::min(kPart, size - begin), bytes_.get() + begin); });
-    }
-    return bytes_.get();
-  }
-
- private:
-  std::once_flag made_;
-  std::unique_ptr<std::once_flag[]> parts_;
-  std::unique_ptr<std::byte[]> bytes_;
-  std::atomic<int64_t> next_ = 0;
-};
-
 // A quantized weight in the written file.
 class Unpacker {
  public:
@@ -304,7 +277,7 @@ class Unpacker {
   bool high_nibble_first_ = false;
   bool zeros_in_words_ = false;
   enum class Columns : uint8_t { none, gptq, awq } columns_ = Columns::none;  // tensors are transposed
-  const std::unique_ptr<WholeTensor> whole_codes_ = std::make_unique<WholeTensor>();  // where they are
+  std::unique_ptr<WholeTensor> whole_codes_;                                  // where they are
   // Tables and floating codes: the values, what is nearest to each of them, the largest magnitude.
   struct Cell {
     float low, high;
@@ -590,6 +563,7 @@ void Unpacker::open_awq() {
 
 void Unpacker::open_columns(bool symmetric_zeros_less_one) {
   const std::string module = weight_.name.substr(0, weight_.name.rfind(".weight"));
+  whole_codes_ = std::make_unique<WholeTensor>(codes_->num_bytes);
   scales_ = &file_.take(module + ".scales", "F16", {groups_per_row_, rows_});
   const std::vector<int64_t> shape = {groups_per_row_, rows_ * bits_ / 32};
   if (spec_.asymmetric) {
@@ -647,7 +621,9 @@ void Unpacker::read_code_columns(int64_t begin, int64_t count, VerifyBuffers& bu
   const int64_t rows = count / cols_, first_row = begin / cols_;
   auto* codes = reinterpret_cast<uint8_t*>(buffers.codes.reserve(count));
   const bool awq = columns_ == Columns::awq;
-  const std::byte* const raw = whole_codes_->get(file_, *codes_) + (awq ? first_row / 8 : first_row) * 4;
+  const std::byte* const raw = whole_codes_->get([&](uint64_t offset, std::span<std::byte> bytes) {
+    file_.read(*codes_, static_cast<int64_t>(offset), std::ssize(bytes), bytes.data());
+  }) + (awq ? first_row / 8 : first_row) * 4;
   const int64_t words = static_cast<int64_t>(codes_->num_bytes) / codes_->shape[0] / 4;  // to the next row
   const uint32_t mask = (1u << bits_) - 1;
   const auto store = [&](int64_t r, int64_t k, uint64_t eight) {

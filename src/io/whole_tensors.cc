@@ -1,0 +1,63 @@
+#include "io/whole_tensors.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/arithmetic.h"
+#include "core/checks.h"
+#include "core/format.h"
+
+namespace halfbyte::io {
+namespace {
+
+constexpr uint64_t kPartBytes = 1 << 20;
+
+}  // namespace
+
+const std::byte* WholeTensor::get(const ReadBytes& read) {
+  std::call_once(made_, [&] {
+    bytes_ = std::make_unique_for_overwrite<std::byte[]>(num_bytes_);
+    parts_ = std::vector<std::once_flag>(static_cast<size_t>(ceil_div(num_bytes_, kPartBytes)));
+  });
+  const size_t first = next_++;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const size_t part = (first + i) % parts_.size();
+    std::call_once(parts_[part], [&] {
+      const uint64_t begin = part * kPartBytes, size = std::min(kPartBytes, num_bytes_ - begin);
+      read(begin, {bytes_.get() + begin, size});
+    });
+  }
+  return bytes_.get();
+}
+
+void WholeTensors::read(const StoredTensor& tensor, const StoredRange& range, const ReadBytes& read,
+                        std::span<std::byte> bytes) {
+  std::shared_ptr<WholeTensor> whole;
+  {
+    const std::lock_guard lock(mutex_);
+    auto found = std::ranges::find(entries_, &tensor, &Entry::tensor);
+    if (found == entries_.end()) {
+      entries_.push_back({&tensor, std::make_shared<WholeTensor>(tensor.num_bytes), tensor.num_bytes});
+    } else {
+      std::rotate(found, found + 1, entries_.end());
+    }
+    Entry& entry = entries_.back();
+    whole = entry.whole;
+    entry.missing -= std::min(entry.missing, range.num_bytes());
+    if (entry.missing == 0) entries_.pop_back();
+    uint64_t kept = 0;  // behind, in this order
+    for (const Entry& each : entries_) kept += each.tensor->num_bytes;
+    auto first = entries_.begin();
+    for (; kept > kMostBytes && first + 1 < entries_.end(); ++first) kept -= first->tensor->num_bytes;
+    entries_.erase(entries_.begin(), first);
+  }
+  const std::byte* const all = whole->get(read);
+  for_each_run(range, [&](uint64_t offset, uint64_t begin, uint64_t size) {
+    HALFBYTE_CHECK(offset <= tensor.num_bytes && size <= tensor.num_bytes - offset, usage,
+                   "read: bytes [{}, {} + {}) are not within tensor \"{}\" of {} bytes", offset, offset, size,
+                   printable(tensor.name), tensor.num_bytes);
+    std::memcpy(bytes.data() + begin, all + offset, size);
+  });
+}
+
+}  // namespace halfbyte::io
