@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kWordBytes = 4;
 // Of awq: the row, of eight, whose code is at bits [4 i, 4 i + 4) of a word.
 constexpr std::array<int, 8> kAwqOrder = {0, 2, 4, 6, 1, 3, 5, 7};
-constexpr int64_t kTile = 64;  // words of a square that is turned within the first-level cache
+constexpr int64_t kTile = 16;  // words of a square that is turned, a line: of lines far apart few fit at once
 
 int bits_of(const QuantizedWeight& weight) { return info(weight.spec.format).bits; }
 bool is_awq(const QuantizedWeight& weight) { return layout_info(weight.layout).packing == Packing::awq; }
@@ -204,40 +204,65 @@ void unpack_gptq_codes(const QuantizedWeight& weight, const Block& block, const 
   for (int64_t r = 0; r < block.rows; ++r) codes.to_native(native + r * row_bytes);
 }
 
+// Nibble i of word j <-> nibble j of word i.
+void transpose_nibbles(std::array<uint32_t, 8>& words) {
+  const auto exchange = [&](size_t distance, int shift, uint32_t mask) {
+    for (size_t i = 0; i < 8; ++i) {
+      if ((i & distance) != 0) continue;
+      const uint32_t other = (words[i] >> shift ^ words[i + distance]) & mask;
+      words[i + distance] ^= other;
+      words[i] ^= other << shift;
+    }
+  };
+  exchange(4, 16, 0x0000FFFF);
+  exchange(2, 8, 0x00FF00FF);
+  exchange(1, 4, 0x0F0F0F0F);
+}
+
+// f(k, c) for each eighth column and each word of a column, so that a line of the cache, of the native rows,
+// of which few fit at distances that are powers of two, gets all of its codes.
+template <class F>
+void each_square(int64_t cols, int64_t words, const F& f) {
+  constexpr int64_t kLineCodes = 128;
+  for (int64_t k0 = 0; k0 < cols; k0 += kLineCodes)
+    for (int64_t c = 0; c < words; ++c)
+      for (int64_t k = k0; k < std::min(k0 + kLineCodes, cols); k += 8) f(k, c);
+}
+
+// At most eight codes of 4 bits: eight without a call.
+void copy_codes(void* to, const void* from, int64_t count) {
+  if (count == 8)
+    std::memcpy(to, from, 4);
+  else
+    std::memcpy(to, from, static_cast<size_t>((count + 1) / 2));
+}
+
 // Of awq: eight columns of eight rows at once, each a word of eight nibbles on both sides. The last columns
 // may be fewer: their words are filled up with `pad`, the code of zero as the native layout has it.
 void pack_awq_codes(const Block& block, const std::byte* native, std::byte* stored) {
   const int64_t words = block.rows / 8, row_bytes = block.shape.row_bytes;
-  for (int64_t k = 0; k < block.cols; k += 8) {
+  each_square(block.cols, words, [&](int64_t k, int64_t c) {
     const int64_t count = std::min<int64_t>(8, block.cols - k);
-    const auto num_bytes = static_cast<size_t>((count + 1) / 2);
-    for (int64_t c = 0; c < words; ++c) {
-      std::array<uint32_t, 8> rows = {}, columns = {};
-      for (size_t i = 0; i < 8; ++i)
-        std::memcpy(&rows[i], native + (8 * c + kAwqOrder[i]) * row_bytes + k / 2, num_bytes);
-      for (size_t i = 0; i < 8; ++i)
-        for (size_t j = 0; j < 8; ++j) columns[j] |= (rows[i] >> 4 * j & 15) << 4 * i;
-      for (int64_t j = 0; j < count; ++j)
-        store_word(stored, (k + j) * words + c, columns[static_cast<size_t>(j)]);
-    }
-  }
+    std::array<uint32_t, 8> square = {};  // of rows, then of columns
+    for (size_t i = 0; i < 8; ++i)
+      copy_codes(&square[i], native + (8 * c + kAwqOrder[i]) * row_bytes + k / 2, count);
+    transpose_nibbles(square);
+    for (int64_t j = 0; j < count; ++j)
+      store_word(stored, (k + j) * words + c, square[static_cast<size_t>(j)]);
+  });
 }
 void unpack_awq_codes(const Block& block, uint32_t pad, const std::byte* stored, std::byte* native) {
   const int64_t words = block.rows / 8, row_bytes = block.shape.row_bytes;
-  for (int64_t k = 0; k < block.cols; k += 8) {
+  each_square(block.cols, words, [&](int64_t k, int64_t c) {
     const int64_t count = std::min<int64_t>(8, block.cols - k);
-    const auto num_bytes = static_cast<size_t>((count + 1) / 2);
-    for (int64_t c = 0; c < words; ++c) {
-      std::array<uint32_t, 8> rows = {}, columns;
-      columns.fill(pad * 0x11111111u);
-      for (int64_t j = 0; j < count; ++j)
-        columns[static_cast<size_t>(j)] = load_word(stored, (k + j) * words + c);
-      for (size_t i = 0; i < 8; ++i)
-        for (size_t j = 0; j < 8; ++j) rows[i] |= (columns[j] >> 4 * i & 15) << 4 * j;
-      for (size_t i = 0; i < 8; ++i)
-        std::memcpy(native + (8 * c + kAwqOrder[i]) * row_bytes + k / 2, &rows[i], num_bytes);
-    }
-  }
+    std::array<uint32_t, 8> square;  // of columns, then of rows
+    square.fill(pad * 0x11111111u);
+    for (int64_t j = 0; j < count; ++j)
+      square[static_cast<size_t>(j)] = load_word(stored, (k + j) * words + c);
+    transpose_nibbles(square);
+    for (size_t i = 0; i < 8; ++i)
+      copy_codes(native + (8 * c + kAwqOrder[i]) * row_bytes + k / 2, &square[i], count);
+  });
 }
 
 void pack_zeros(const QuantizedWeight& weight, const Block& block, const std::byte* native,
