@@ -15,18 +15,35 @@ constexpr uint64_t kPartBytes = 1 << 20;
 }  // namespace
 
 const std::byte* WholeTensor::get(const ReadBytes& read) {
-  std::call_once(made_, [&] {
+  if (is_complete_) return bytes_.get();
+  std::unique_lock lock(mutex_);
+  if (!bytes_) {
+    parts_.assign(static_cast<size_t>(ceil_div(num_bytes_, kPartBytes)), Part::missing);
     bytes_ = std::make_unique_for_overwrite<std::byte[]>(num_bytes_);
-    parts_ = std::vector<std::once_flag>(static_cast<size_t>(ceil_div(num_bytes_, kPartBytes)));
-  });
-  const size_t first = next_++;
-  for (size_t i = 0; i < parts_.size(); ++i) {
-    const size_t part = (first + i) % parts_.size();
-    std::call_once(parts_[part], [&] {
-      const uint64_t begin = part * kPartBytes, size = std::min(kPartBytes, num_bytes_ - begin);
-      read(begin, {bytes_.get() + begin, size});
-    });
   }
+  const auto is_there = [](Part part) { return part == Part::there; };
+  while (!std::ranges::all_of(parts_, is_there)) {
+    const auto part = std::ranges::find(parts_, Part::missing);
+    if (part == parts_.end()) {
+      changed_.wait(lock);
+      continue;
+    }
+    const auto begin = static_cast<uint64_t>(part - parts_.begin()) * kPartBytes;
+    *part = Part::being_read;
+    lock.unlock();
+    try {
+      read(begin, {bytes_.get() + begin, std::min(kPartBytes, num_bytes_ - begin)});
+    } catch (...) {
+      lock.lock();
+      *part = Part::missing;
+      changed_.notify_all();
+      throw;
+    }
+    lock.lock();
+    *part = Part::there;
+    changed_.notify_all();
+  }
+  is_complete_ = true;
   return bytes_.get();
 }
 

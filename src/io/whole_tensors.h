@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -27,11 +28,15 @@ class WholeTensor {
   const std::byte* get(const ReadBytes& read);
 
  private:
+  // Not std::once_flag, of which others wait for ever where a function throws (GCC bug 66146).
+  enum class Part : uint8_t { missing, being_read, there };
+
   const uint64_t num_bytes_;
-  std::once_flag made_;
+  std::atomic<bool> is_complete_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
   std::unique_ptr<std::byte[]> bytes_;
-  std::vector<std::once_flag> parts_;
-  std::atomic<size_t> next_ = 0;
+  std::vector<Part> parts_;
 };
 
 // Those that are being read.
