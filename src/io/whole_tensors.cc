@@ -5,7 +5,7 @@
 
 #include "core/arithmetic.h"
 #include "core/checks.h"
-#include "core/format.h"
+#include "io/file.h"
 
 namespace halfbyte::io {
 namespace {
