@@ -615,13 +615,11 @@ void Quantizer::finish_weight(TensorFile& file, QuantizeItem& item) const {
 
 // Whether the threads quantize a block faster than they would feed a device.
 bool Quantizer::outpaces_feeding(std::span<const Device> threads) {
-  const QuantizeItem* largest = nullptr;
-  for (const QuantizeItem& item : items_)
-    if (item.quantize &&
-        (largest == nullptr || num_elements(item.source.shape) > num_elements(largest->source.shape)))
-      largest = &item;
-  if (largest->target.scale_rows > 1) return false;  // tiles: not measured
-  QuantizeItem item = *largest;
+  const QuantizeItem& largest = *std::ranges::max_element(items_, {}, [](const QuantizeItem& item) {
+    return item.quantize ? num_elements(item.source.shape) : -1;
+  });
+  if (largest.target.scale_rows > 1) return false;  // tiles: not measured
+  QuantizeItem item = largest;
   item.range = {-1, 1};
   set_global_scale(item);
   const Block block = block_at(item.target, 0, max_elements(item, {}));
@@ -1197,8 +1195,8 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
     all_bytes += bytes;
     const bool is_beside = previous != nullptr;
     (is_beside ? beside_bytes : alone_bytes)[0] += bytes;
-    const auto written = std::make_shared<TensorFiles>(
-        sample.write_sample(set, directory, std::move(begun), is_beside ? beside_times : alone_times));
+    const auto written = std::make_shared<TensorFiles>(sample.write_sample(
+        set, directory, std::exchange(begun, {}), is_beside ? beside_times : alone_times));
     completion.wait();
     if (set + 1 < sets.size()) begun = sample.begin_sample(set + 1, directory);  // beside nothing, as the run
     const bool is_last = !overlaps || set + 1 == sets.size();
