@@ -125,6 +125,16 @@ HALFBYTE_AVX512 inline __m512 load_byte_scales(const void* scales, formats::Scal
   return _mm512_castsi512_ps(_mm512_mask_mov_epi32(
       value, _mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(0xFF)), _mm512_set1_epi32(0x7FC00000)));
 }
+// The same of 64 scales, as bytes of bf16, which are exact, too.
+HALFBYTE_AVX512 inline void look_up_byte_scales(__m512i bytes, formats::ScaleType type, __m512i& low,
+                                                __m512i& high) {
+  if (type == formats::ScaleType::e4m3) return E4m3Lookup().look_up(bytes, low, high);
+  const __mmask64 is_special =  // 2^-127, which is subnormal, and NaN
+      _mm512_testn_epi8_mask(bytes, bytes) | _mm512_cmpeq_epi8_mask(bytes, _mm512_set1_epi8(-1));
+  low = _mm512_and_si512(_mm512_slli_epi16(bytes, 7), _mm512_set1_epi8(-128));
+  low = _mm512_mask_add_epi8(low, is_special, low, _mm512_set1_epi8(0x40));
+  high = _mm512_and_si512(_mm512_srli_epi16(bytes, 1), _mm512_set1_epi8(0x7F));
+}
 // What sums are multiplied by when they are complete: the reciprocal of the global scale, where there is one.
 inline float global_factor(const QgemmProblem& problem, const QgemmTensors& tensors) {
   if (problem.codec.scale_type != formats::ScaleType::e4m3) return 1;
@@ -135,13 +145,40 @@ inline float global_factor(const QgemmProblem& problem, const QgemmTensors& tens
 }
 
 // 16 scales or biases, as they are stored.
-HALFBYTE_AVX512 inline __m512 load_parameters(const void* parameters, formats::ScaleType type) {
+[[gnu::always_inline]] HALFBYTE_AVX512 inline __m512 load_parameters(const void* parameters,
+                                                                     formats::ScaleType type) {
   if (type == formats::ScaleType::f32) return _mm512_loadu_ps(parameters);
   if (formats::scale_bytes(type) == 1) return load_byte_scales(parameters, type);
   const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(parameters));
   if (type == formats::ScaleType::f16) return _mm512_cvtph_ps(bits);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
+
+// Where a block's parameters begin that are inlined (PackedLayout::parameter).
+inline int64_t inlined_parameters(const formats::PackedLayout& p, int64_t strip, int64_t block) {
+  return strip * p.strip_bytes + block * p.block_bytes + p.block_code_bytes;
+}
+
+// Where the parameters of a group of the 32 rows of a strip are in the packed weight.
+struct GroupPlaces {
+  int64_t scales, zeros, biases;
+
+  GroupPlaces(const formats::PackedLayout& p, int64_t strip, int64_t group) {
+    const int64_t row = strip * formats::kUnitRows;
+    if (!p.inlined) {
+      scales = p.scale(row, group), zeros = p.zero(row, group), biases = p.bias(row, group);
+      return;
+    }
+    // Without divisions, which take as long as several lines of codes: blocks have 4, 2 or 1 groups.
+    const int log_groups = p.group == 16 ? 2 : p.group == 32 ? 1 : 0, num_groups = 1 << log_groups;
+    const int64_t block = group >> log_groups, first = (group & (num_groups - 1)) * formats::kUnitRows;
+    const int64_t begin = inlined_parameters(p, strip, block),
+                  behind = begin + num_groups * formats::kUnitRows * p.scale_bytes;
+    scales = begin + first * p.scale_bytes;
+    zeros = behind + first;
+    biases = behind + first * p.bias_bytes;
+  }
+};
 
 // Parameters of a group of the 32 rows of a strip, as f32.
 struct GroupParameters {
@@ -155,21 +192,29 @@ struct GroupParameters {
     const formats::PackedLayout& p = problem.weight;
     const formats::Codec& codec = problem.codec;
     const auto* memory = static_cast<const uint8_t*>(tensors.weight);
-    const int64_t row = strip * formats::kUnitRows;
-    const uint8_t* const at = memory + p.scale(row, group);
+    const GroupPlaces places(p, strip, group);
+    const uint8_t* const at = memory + places.scales;
     for (int i = 0; i < formats::kUnitRows; i += 16) {
-      _mm512_store_ps(scales + i, problem.double_quant
-                                      ? nested_scales(p, memory, at + i, row + i, group)
-                                      : load_parameters(at + i * p.scale_bytes, codec.scale_type));
+      _mm512_store_ps(scales + i,
+                      problem.double_quant
+                          ? nested_scales(p, memory, at + i, strip * formats::kUnitRows + i, group)
+                          : load_parameters(at + i * p.scale_bytes, codec.scale_type));
       if (p.has_biases)
         _mm512_store_ps(biases + i,
-                        load_parameters(memory + p.bias(row, group) + i * p.bias_bytes, codec.scale_type));
+                        load_parameters(memory + places.biases + i * p.bias_bytes, codec.scale_type));
       if (codec.kind == formats::Kind::table) continue;
       const float zero = codec.kind == formats::Kind::integer ? static_cast<float>(-codec.q_min) : 0;
       _mm512_store_ps(offsets + i, codec.asymmetric
-                                       ? _mm512_cvtepi32_ps(load_bytes(memory + p.zero(row, group) + i))
+                                       ? _mm512_cvtepi32_ps(load_bytes(memory + places.zeros + i))
                                        : _mm512_set1_ps(zero));
     }
+  }
+
+  // Scales alone, as they are stored from `at` on, of `bytes` each.
+  [[gnu::always_inline]] HALFBYTE_AVX512 void load_scales(const uint8_t* at, int bytes,
+                                                          formats::ScaleType type) {
+    for (int i = 0; i < formats::kUnitRows; i += 16)
+      _mm512_store_ps(scales + i, load_parameters(at + i * bytes, type));
   }
 
   HALFBYTE_AVX512 void round_to_bf16(bool has_biases) {

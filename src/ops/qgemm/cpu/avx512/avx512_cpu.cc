@@ -104,12 +104,11 @@ class QgemmAvx512 : public QgemmKernel {
       parallel_for(units, 64, threads, [&](int64_t begin, int64_t end, int) {
         (in_lanes ? copy_units : arrange_rows)(run, begin, end);
       });
-      const StripFunction multiply = in_lanes ? multiply_lane_rows : strip_function(problem_, rows_);
+      const StripsFunction multiply = in_lanes ? multiply_lane_rows : strips_function(problem_, rows_);
       // Strips behind each other: what a thread fetches ahead is its own.
       const int64_t grain = std::clamp<int64_t>(p.strips / (16 * effective_threads(threads)), 1, 8);
-      parallel_for(p.strips, grain, threads, [&](int64_t begin, int64_t end, int) {
-        for (int64_t strip = begin; strip < end; ++strip) multiply(run, strip);
-      });
+      parallel_for(p.strips, grain, threads,
+                   [&](int64_t begin, int64_t end, int) { multiply(run, begin, end); });
       return;
     }
     parallel_for(units * panels, 16, threads, [&](int64_t begin, int64_t end, int) {

@@ -324,7 +324,8 @@ HALFBYTE_AVX512 void multiply_short_groups(const Run& run, int64_t begin, int64_
         _mm512_store_ps(x[i] + row, load_parameters(run.x + i * run.row_stride + strip * kUnitRows + row,
                                                     formats::ScaleType::bf16));
     for (int64_t unit = begin; unit < end; ++unit) {
-      scales.load(run, strip, unit, 4);
+      scales.load(static_cast<const uint8_t*>(run.tensors.weight) + inlined_parameters(p, strip, unit),
+                  p.scale_bytes, problem.codec.scale_type, 4);
       const uint8_t* const codes = static_cast<const uint8_t*>(run.tensors.weight) + p.unit(strip, unit);
       float* const to = sums + (unit - begin) * kRows * kUnitCols;
       prefetch_parameters(run, strip + 1, unit);

@@ -206,7 +206,7 @@ class PanelTask {
   }
 
   const Run& run_;
-  const BlockGroups block_groups_;
+  BlockGroups block_groups_;
   const bool scales_weights_;
   const int folds_;  // of a unit: groups whose sums are scaled
   UnitDecoder decoder_;

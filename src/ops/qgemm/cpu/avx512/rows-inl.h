@@ -152,10 +152,10 @@ PassFunction pass_function(int rows) {
                      : multiply_pass<8, kPass>;
 }
 
-// Outputs of a strip.
-HALFBYTE_AVX512 inline void multiply_lane_rows(const Run& run, int64_t strip) {
+// Outputs of strips [begin, end).
+HALFBYTE_AVX512 inline void multiply_lane_rows(const Run& run, int64_t begin, int64_t end) {
   const formats::PackedLayout& p = run.problem.weight;
-  const BlockGroups block_groups(p);
+  BlockGroups block_groups(p);
   const int num_rows = static_cast<int>(run.rows), num_passes = (num_rows + kPassRows - 1) / kPassRows;
   struct {
     int row;  // the first
@@ -172,37 +172,39 @@ HALFBYTE_AVX512 inline void multiply_lane_rows(const Run& run, int64_t strip) {
     for (int e = 0; e < 2; ++e) rows[e][lane] = 2 * lane + e;
   const __m512i of_lanes[2] = {_mm512_load_si512(rows[0]), _mm512_load_si512(rows[1])};
   alignas(64) float totals[kMostLaneRows][2][kLanes], added[kMostLaneRows][kUnitRows];
-  std::memset(totals, 0, sizeof(totals[0]) * static_cast<size_t>(num_rows));
-  std::memset(added, 0, sizeof(added[0]) * static_cast<size_t>(num_rows));
   GroupParameters groups[4];
   LaneUnit unit;
   unit.table = LineDecoder<4, false>(run.problem.codec).table;
   unit.num_parts = block_groups.num;
-  const uint16_t* x = run.x;
-  for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
-    for (int i = 0; i < block_groups.num; ++i) {
-      const int64_t group = block_groups.load(groups[i], run, strip, block, i);
-      if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, num_rows, added);
-      const __m512 low = _mm512_load_ps(groups[i].scales), high = _mm512_load_ps(groups[i].scales + kLanes);
-      for (int e = 0; e < 2; ++e) unit.scales[i][e] = _mm512_permutex2var_ps(low, of_lanes[e], high);
+  for (int64_t strip = begin; strip < end; ++strip) {
+    std::memset(totals, 0, sizeof(totals[0]) * static_cast<size_t>(num_rows));
+    std::memset(added, 0, sizeof(added[0]) * static_cast<size_t>(num_rows));
+    const uint16_t* x = run.x;
+    for (int64_t block = 0; block < p.blocks_per_strip; ++block) {
+      for (int i = 0; i < block_groups.num; ++i) {
+        const int64_t group = block_groups.load(groups[i], run, strip, block, i);
+        if (has_factors(run.problem) && group >= 0) add_factors(run, groups[i], group, num_rows, added);
+        const __m512 low = _mm512_load_ps(groups[i].scales), high = _mm512_load_ps(groups[i].scales + kLanes);
+        for (int e = 0; e < 2; ++e) unit.scales[i][e] = _mm512_permutex2var_ps(low, of_lanes[e], high);
+      }
+      unit.codes =
+          static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
+      for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
+        _mm_prefetch(unit.codes + at + kAhead, _MM_HINT_T1);
+      for (int i = 0; i < p.block_cols / kUnitCols; ++i, x += kUnitCols * num_rows) {
+        unit.words.load(unit.codes);
+        for (int pass = 0; pass < num_passes; ++pass)
+          passes[pass].multiply(unit, x + passes[pass].row * kUnitCols, totals + passes[pass].row);
+        unit.codes += formats::kTileBytes;
+      }
     }
-    unit.codes =
-        static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes + block * p.block_bytes;
-    for (int at = p.block_code_bytes; at < p.block_bytes; at += 64)
-      _mm_prefetch(unit.codes + at + kAhead, _MM_HINT_T1);
-    for (int i = 0; i < p.block_cols / kUnitCols; ++i, x += kUnitCols * num_rows) {
-      unit.words.load(unit.codes);
-      for (int pass = 0; pass < num_passes; ++pass)
-        passes[pass].multiply(unit, x + passes[pass].row * kUnitCols, totals + passes[pass].row);
-      unit.codes += formats::kTileBytes;
+    alignas(64) float y[kUnitRows];
+    for (int m = 0; m < run.problem.m; ++m) {
+      for (int e = 0; e < 2; ++e) _mm512_i32scatter_ps(y, of_lanes[e], _mm512_load_ps(totals[m][e]), 4);
+      for (int row = 0; row < kUnitRows && strip * kUnitRows + row < run.problem.n; row += kLanes)
+        store(run, m, strip * kUnitRows + row,
+              _mm512_add_ps(_mm512_load_ps(y + row), _mm512_load_ps(added[m] + row)));
     }
-  }
-  alignas(64) float y[kUnitRows];
-  for (int m = 0; m < run.problem.m; ++m) {
-    for (int e = 0; e < 2; ++e) _mm512_i32scatter_ps(y, of_lanes[e], _mm512_load_ps(totals[m][e]), 4);
-    for (int row = 0; row < kUnitRows && strip * kUnitRows + row < run.problem.n; row += kLanes)
-      store(run, m, strip * kUnitRows + row,
-            _mm512_add_ps(_mm512_load_ps(y + row), _mm512_load_ps(added[m] + row)));
   }
 }
 

@@ -84,25 +84,52 @@ HALFBYTE_AVX512 inline void sum_group(const Run& run, int64_t group) {
 }
 
 // The groups that the columns of a block belong to: four of 16 columns, two of 32, or one.
-struct BlockGroups {
-  int num;
+class BlockGroups {
+ public:
+  const int num;
   explicit BlockGroups(const formats::PackedLayout& p)
       : num(p.inlined ? formats::unit_groups(static_cast<int>(p.group)) : 1) {}
 
-  // Loads the parameters of group `i` of a block. Returns its number if it begins there, else -1.
+  // Loads the parameters of group `i` of a block, if they are others than those loaded last. Returns its
+  // number if it begins there, else -1.
   HALFBYTE_AVX512 int64_t load(GroupParameters& parameters, const Run& run, int64_t strip, int64_t block,
-                               int i) const {
+                               int i) {
     const formats::PackedLayout& p = run.problem.weight;
-    const int64_t group = p.inlined ? block * num + i : p.groups == 1 ? 0 : block * p.block_cols / p.group;
+    if (p.inlined) {
+      const int64_t group = block * num + i;
+      parameters.load(run.problem, run.tensors, strip, group);
+      return group < p.groups ? group : -1;
+    }
+    if (strip == strip_ && begin_ <= block * p.block_cols && block * p.block_cols < end_) return -1;
+    const int64_t group = p.groups == 1 ? 0 : block * p.block_cols / p.group;
     parameters.load(run.problem, run.tensors, strip, group);
-    return group < p.groups && group * p.group >= block * p.block_cols ? group : -1;
+    strip_ = strip;
+    begin_ = group * p.group;
+    end_ = begin_ + p.group;
+    return group < p.groups && begin_ >= block * p.block_cols ? group : -1;
   }
+
+ private:
+  int64_t strip_ = -1, begin_ = 0, end_ = 0;  // columns of what is loaded, where it is not inlined
 };
 
 // Whether groups have nothing but scales, as they are stored.
 inline bool has_scales_only(const QgemmProblem& problem) {
   return !problem.weight.has_biases && !problem.codec.asymmetric && !problem.double_quant;
 }
+
+// Of the bytes of two or four groups of 32 rows: those of 16 rows, of each row those of its four quarters.
+struct BytesOfQuarters {
+  alignas(64) uint8_t at[2][2][64] = {};  // [four groups][rows 16 to 31]
+  constexpr BytesOfQuarters() {
+    for (int num_groups = 2; num_groups <= 4; num_groups += 2)
+      for (int row = 0; row < kUnitRows; ++row)
+        for (int quarter = 0; quarter < 4; ++quarter)
+          at[num_groups / 4][row / 16][row % 16 * 4 + quarter] =
+              static_cast<uint8_t>(quarter * num_groups / 4 * kUnitRows + row);
+  }
+};
+inline constexpr BytesOfQuarters kBytesOfQuarters;
 
 // The scales of the groups of a unit, two or four, for the lanes of 16 words of codes of a row: lane l has
 // columns of quarter l % 4.
@@ -111,30 +138,48 @@ struct LaneScales {
   alignas(64) float scales[4 * kUnitRows];
 
   HALFBYTE_AVX512 void make(const GroupParameters (&groups)[4], int num_groups) {
-    const auto of_quarter = [&](int quarter, int row) HALFBYTE_AVX512 {
-      return _mm512_load_ps(groups[quarter * num_groups / 4].scales + row);
-    };
     for (int row = 0; row < kUnitRows; row += kLanes)
-      put(row, of_quarter(0, row), of_quarter(1, row), of_quarter(2, row), of_quarter(3, row));
+      put(row, num_groups,
+          [&](int group) HALFBYTE_AVX512 { return _mm512_load_ps(groups[group].scales + row); });
   }
-  // As they are stored, of codes that have no other parameters.
-  HALFBYTE_AVX512 void load(const Run& run, int64_t strip, int64_t unit, int num_groups) {
-    const formats::PackedLayout& p = run.problem.weight;
-    const uint8_t* const block = static_cast<const uint8_t*>(run.tensors.weight) + strip * p.strip_bytes +
-                                 unit * p.block_bytes + p.block_code_bytes;
-    const auto of_quarter = [&](int quarter, int row) HALFBYTE_AVX512 {
-      return load_parameters(block + (quarter * num_groups / 4 * kUnitRows + row) * p.scale_bytes,
-                             run.problem.codec.scale_type);
-    };
+  // As they are stored at `at`, of codes that have no other parameters.
+  HALFBYTE_AVX512 void load(const uint8_t* at, int bytes, formats::ScaleType type, int num_groups) {
+    if (bytes == 1) return load_bytes(at, type, num_groups);
     for (int row = 0; row < kUnitRows; row += kLanes)
-      put(row, of_quarter(0, row), of_quarter(1, row), of_quarter(2, row), of_quarter(3, row));
+      put(row, num_groups, [&](int group) HALFBYTE_AVX512 {
+        return load_parameters(at + (group * kUnitRows + row) * bytes, type);
+      });
   }
   [[gnu::always_inline]] HALFBYTE_AVX512 __m512 of(int row) const {
     return _mm512_broadcast_f32x4(_mm_load_ps(scales + row / 16 * 64 + row % 4 * 16 + row / 4 % 4 * 4));
   }
 
  private:
+  HALFBYTE_AVX512 void load_bytes(const uint8_t* at, formats::ScaleType type, int num_groups) {
+    const __m512i first = _mm512_loadu_si512(at),
+                  second = num_groups == 4 ? _mm512_loadu_si512(at + 64) : first,
+                  zero = _mm512_setzero_si512();
+    for (int half = 0; half < 2; ++half) {
+      __m512i low, high;
+      look_up_byte_scales(_mm512_permutex2var_epi8(
+                              first, _mm512_load_si512(kBytesOfQuarters.at[num_groups / 4][half]), second),
+                          type, low, high);
+      const __m512i words[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+      for (int r = 0; r < 4; ++r)
+        _mm512_store_si512(scales + 64 * half + 16 * r, r % 2 == 0
+                                                            ? _mm512_unpacklo_epi16(zero, words[r / 2])
+                                                            : _mm512_unpackhi_epi16(zero, words[r / 2]));
+    }
+  }
   // Of 16 rows.
+  template <class OfGroup>
+  [[gnu::always_inline]] HALFBYTE_AVX512 void put(int row, int num_groups, const OfGroup& of_group) {
+    const __m512 g0 = of_group(0), g1 = of_group(1);
+    if (num_groups == 4)
+      put(row, g0, g1, of_group(2), of_group(3));
+    else
+      put(row, g0, g0, g1, g1);
+  }
   [[gnu::always_inline]] HALFBYTE_AVX512 void put(int row, __m512 g0, __m512 g1, __m512 g2, __m512 g3) {
     const __m512d pairs[4] = {
         _mm512_castps_pd(_mm512_unpacklo_ps(g0, g1)), _mm512_castps_pd(_mm512_unpackhi_ps(g0, g1)),
