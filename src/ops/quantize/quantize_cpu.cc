@@ -568,9 +568,11 @@ struct FloatingCode {
   }
 };
 
-// What is read next, while this is worked on: the processor does not run ahead from one to the other.
+// What is read later than x[0 .. n - 1], while these are worked on: the processor does not run ahead so far.
+constexpr int64_t kAhead = 8192;  // bytes
 template <class T>
-HWY_INLINE void fetch(const T* x, int64_t n) {
+HWY_INLINE void fetch_ahead(const T* x, int64_t n) {
+  x += kAhead / static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) hwy::Prefetch(x + i);
 }
 
@@ -613,7 +615,7 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
     const int64_t groups = 4 * N / n;
     for (int64_t i = 0; i < count; i += groups) {
       const auto* own = x + i * n;
-      fetch(own + count * n, groups * n);
+      fetch_ahead(own, groups * n);
       uint8_t* const out = to + (kNibbles ? i * n / 2 : i * n);
       if (n == N)
         encode_four<kNibbles, false, Type>(d, own, low, most, out,
@@ -627,7 +629,7 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
 #endif
   const int64_t whole = whole_vectors(n);
   for (int64_t i = 0; i < count; ++i) {
-    fetch(x + (count + i) * n, n);
+    fetch_ahead(x + i * n, n);
     encode_group<kNibbles, Type>(x + i * n, whole, low, most, code(i), to + (kNibbles ? i * n / 2 : i * n));
   }
 }
@@ -739,9 +741,6 @@ HWY_INLINE void pack(const uint8_t* HWY_RESTRICT codes, int64_t n, int bits, uin
 }
 
 #if HALFBYTE_VBMI
-
-// Elements ahead: 2 KiB, the latency of memory (100 ns) at the rate of a core (15 GB/s) and some margin.
-constexpr int64_t kPrefetch = 1024;
 
 // The codes of a table format for groups of bf16 whose largest magnitude is a bf16 m * 2^e. They depend on m,
 // the sign of x and d = (bits of the largest magnitude) - (bits of |x|) alone, for each of the 128 m. d is
@@ -971,7 +970,7 @@ class SpanQuantizer {
                                          : codec_.kind == formats::Kind::floating &&
                                                quotient_is_exact(params.code_scale, absmax(range)));
       for (int64_t i = begin; i < begin + n; i += kCodes)
-        encode(i, std::min(kCodes, begin + n - i), n, params, fast);
+        encode(i, std::min(kCodes, begin + n - i), params, fast);
       begin += n;
     }
     flush_all(params);
@@ -993,7 +992,7 @@ class SpanQuantizer {
     int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     alignas(64) uint16_t absmax[32];
     for (; begin + 4 * n <= span_.end; begin += 4 * n, group += 4) {
-      fetch(x + begin + kPrefetch, 4 * n);
+      fetch_ahead(x + begin, 4 * n);
       _mm512_store_si512(
           absmax, largest_of_four(largest_bf16(x + begin, n), largest_bf16(x + begin + n, n),
                                   largest_bf16(x + begin + 2 * n, n), largest_bf16(x + begin + 3 * n, n)));
@@ -1066,7 +1065,7 @@ class SpanQuantizer {
       params.code_bias = batch.code_bias[i];
       params.zero_point = batch.zero_point[i];
       for (int64_t from = begin + i * n, to = from + n; from < to; from += kCodes)
-        encode(from, std::min(kCodes, to - from), count * n, params, true);
+        encode(from, std::min(kCodes, to - from), params, true);
     }
     return end;
   }
@@ -1096,9 +1095,8 @@ class SpanQuantizer {
     store_params(problem_, group, params);
   }
 
-  // Codes of columns [begin, begin + n), n <= kCodes, appended to codes_. What is `ahead` columns further is
-  // fetched.
-  void encode(int64_t begin, int64_t n, int64_t ahead, const formats::GroupParams<F>& params, bool fast) {
+  // Codes of columns [begin, begin + n), n <= kCodes, appended to codes_.
+  void encode(int64_t begin, int64_t n, const formats::GroupParams<F>& params, bool fast) {
     uint8_t* codes = out_ + begin;
     if (codec_.bits == 8 && n % 8 == 0 && num_codes_ % 8 == 0) {  // or where they belong
       flush();
@@ -1119,7 +1117,7 @@ class SpanQuantizer {
     const int64_t whole = n / N * N;
     for (int64_t i = 0; i < whole; i += kPiece) {
       const int64_t count = std::min(kPiece, whole - i);
-      fetch(x_ + begin + ahead + i, count);
+      fetch_ahead(x_ + begin + i, count);
       encode_vectors(x_ + begin + i, count, params, codes + i);
     }
     if (whole < n) {
@@ -1188,7 +1186,7 @@ class SpanQuantizer {
           return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
         if constexpr (!kNibbles)
           for (int64_t i = 0; i < GroupBatch::size(); ++i) {
-            fetch(x + (GroupBatch::size() + i) * n, n);
+            fetch_ahead(x + i * n, n);
             table_ranks<Type>(x + i * n, whole_vectors(n), bounds(), scale[i], reciprocal[i], codes + i * n);
           }
         return;
