@@ -97,6 +97,34 @@ HWY_INLINE V quotient(V x, V scale, V reciprocal) {
   return hn::MulAdd(hn::NegMulAdd(q, scale, x), reciprocal, q);
 }
 
+// Of as many vectors of 32-bit integers as one has lanes: `op` over the lanes of each, in their order.
+template <class DI, class V = hn::Vec<DI>, class Op>
+HWY_INLINE V over_lanes(DI di, const V* v, const Op& op) {
+  constexpr size_t N = hn::MaxLanes(DI());
+  const hn::Repartition<int64_t, DI> di64;
+  const auto wide = [&](V x) HWY_ATTR { return hn::BitCast(di64, x); };
+  V fours[N / 4];  // of each block the lanes of four vectors, one each
+  for (size_t i = 0; i < N / 4; ++i) {
+    const auto two = [&](V a, V b) HWY_ATTR {
+      return op(hn::InterleaveLower(di, a, b), hn::InterleaveUpper(di, a, b));
+    };
+    const V a = two(v[4 * i], v[4 * i + 1]), b = two(v[4 * i + 2], v[4 * i + 3]);
+    fours[i] = op(hn::BitCast(di, hn::InterleaveLower(di64, wide(a), wide(b))),
+                  hn::BitCast(di, hn::InterleaveUpper(di64, wide(a), wide(b))));
+  }
+#if HALFBYTE_AVX512
+  const auto halves = [&](V a, V b) HWY_ATTR {
+    return op(V{_mm512_shuffle_i64x2(a.raw, b.raw, 0x44)}, V{_mm512_shuffle_i64x2(a.raw, b.raw, 0xEE)});
+  };
+  const V a = halves(fours[0], fours[1]), b = halves(fours[2], fours[3]);
+  return op(V{_mm512_shuffle_i64x2(a.raw, b.raw, 0x88)}, V{_mm512_shuffle_i64x2(a.raw, b.raw, 0xDD)});
+#elif HWY_MAX_BYTES == 32
+  return op(hn::ConcatLowerLower(di, fours[1], fours[0]), hn::ConcatUpperUpper(di, fours[1], fours[0]));
+#else
+  return fours[0];
+#endif
+}
+
 // f32 lanes that are not NaN: bf16, round half to even, in the upper half of each lane; anything in the
 // lower.
 template <class D32>

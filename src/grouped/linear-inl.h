@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/counts.h"
+#include "cpu/group_batch-inl.h"
 #include "cpu/simd-inl.h"
 #include "grouped/linear_grid.h"
 #include "grouped/linear_ref.h"
@@ -395,17 +396,61 @@ HWY_INLINE hn::Vec<D> scale_at(D d, const T* array, int64_t i) {
     return hn::Set(d, array[i]);
 }
 
-// The value of the table nearest to v.
-template <class D, class F = hn::TFromD<D>>
-HWY_INLINE hn::Vec<D> nearest_value(D d, hn::Vec<D> v, const formats::CodeBook& book) {
-  auto value = hn::Set(d, static_cast<F>(book.values[book.code_of_rank[0]]));
-  for (int i = 0; i < 15; ++i) {
-    const F edge = sizeof(F) == 8 ? static_cast<F>(book.edges_f64[i]) : static_cast<F>(book.edges_f32[i]);
-    value = hn::IfThenElse(hn::Gt(v, hn::Set(d, edge)),
-                           hn::Set(d, static_cast<F>(book.values[book.code_of_rank[i + 1]])), value);
+// The values of a table, by rank.
+template <class F>
+class TableValues {
+ public:
+  explicit TableValues(const formats::CodeBook& book) : is_e2m1_(book == formats::books::fp4_e2m1) {
+    F edges[16];
+    for (int i = 0; i < 16; ++i) {
+      values_[i] = static_cast<F>(book.values[book.code_of_rank[i]]);
+      if constexpr (sizeof(F) == 8)
+        edges[i] = i < 15 ? book.edges_f64[i] : std::numeric_limits<F>::infinity();
+      else
+        edges[i] = i < 15 ? book.edges_f32[i] : std::numeric_limits<F>::infinity();
+    }
+    std::ranges::copy(edges, edges_);
+    for (int level = 0, size = 1; level < 4; ++level, size *= 2)
+      for (int i = 0; i < size; ++i) levels_[level][i] = edges[(2 * i + 1) * 8 / size - 1];
   }
-  return value;
-}
+
+  // The value nearest to v; of NaN any.
+  template <class D>
+  HWY_INLINE hn::Vec<D> nearest(D d, hn::Vec<D> v) const {
+    if constexpr (sizeof(F) == 4) {
+      if (is_e2m1_) return nearest_e2m1(d, v);
+#if HALFBYTE_AVX512
+      __m512i rank = _mm512_setzero_si512();
+      for (const auto& level : levels_) {
+        const __mmask16 above =
+            _mm512_cmp_ps_mask(v.raw, _mm512_permutexvar_ps(rank, _mm512_load_ps(level)), _CMP_GT_OQ);
+        rank = _mm512_add_epi32(rank, rank);
+        rank = _mm512_mask_add_epi32(rank, above, rank, _mm512_set1_epi32(1));
+      }
+      return hn::Vec<D>{_mm512_permutexvar_ps(rank, _mm512_load_ps(values_))};
+#endif
+    }
+    auto value = hn::Set(d, values_[0]);
+    for (int i = 0; i < 15; ++i)
+      value = hn::IfThenElse(hn::Gt(v, hn::Set(d, edges_[i])), hn::Set(d, values_[i + 1]), value);
+    return value;
+  }
+
+ private:
+  // Adding a power of two leaves the digits that a value has, to the nearest. 0 has no sign.
+  template <class D>
+  static HWY_INLINE hn::Vec<D> nearest_e2m1(D d, hn::Vec<D> v) {
+    const hn::RebindToSigned<D> di;
+    const auto y = hn::Min(hn::Abs(v), hn::Set(d, 6.0f));
+    const auto power = hn::Max(hn::And(hn::BitCast(di, y), hn::Set(di, 0x7F800000)), hn::Set(di, 127 << 23));
+    const auto shift = hn::BitCast(d, hn::Add(power, hn::Set(di, 22 << 23)));
+    return hn::Add(hn::CopySignToAbs(hn::Sub(hn::Add(y, shift), shift), v), hn::Zero(d));
+  }
+
+  alignas(64) F edges_[16], values_[16];  // edges_[i]: of ranks i and i + 1
+  alignas(64) F levels_[4][16];           // of a search for the rank: at the path so far
+  bool is_e2m1_;
+};
 
 // Smallest and largest finite element of each scale, joined to `low` and `high`.
 template <class Type, bool kPerColumn>
@@ -434,6 +479,34 @@ HWY_INLINE void range_segment(const Source<typename Type::Memory>& x, int64_t be
     low[k] = std::min(low[k], hn::GetLane(hn::MinOfLanes(d, lowest)));
     high[k] = std::max(high[k], hn::GetLane(hn::MaxOfLanes(d, highest)));
   }
+}
+
+// The same of as many neighbouring groups of f32 arithmetic as a vector has lanes, each of kVectors vectors.
+template <class Type, int kVectors>
+HWY_INLINE void ranges_of_short_groups(const typename Type::Memory* x, float* low, float* high) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  constexpr size_t N = hn::MaxLanes(d);
+  const auto infinity = hn::Set(d, std::numeric_limits<float>::infinity());
+  hn::Vec<decltype(di)> lows[N], highs[N];
+  for (size_t i = 0; i < N; ++i) {
+    auto lowest = infinity, highest = hn::Neg(infinity);
+    for (int j = 0; j < kVectors; ++j, x += N) {
+      const auto v = Type::load(d, x);
+      const auto counts = hn::Lt(hn::Abs(v), infinity);
+      lowest = hn::Min(lowest, hn::IfThenElse(counts, v, infinity));
+      highest = hn::Max(highest, hn::IfThenElse(counts, v, hn::Neg(infinity)));
+    }
+    lows[i] = hn::BitCast(di, lowest);
+    highs[i] = hn::BitCast(di, highest);
+  }
+  const auto floats = [&](hn::Vec<decltype(di)> v) HWY_ATTR { return hn::BitCast(d, v); };
+  const auto least = over_lanes(
+      di, lows, [&](auto a, auto b) HWY_ATTR { return hn::BitCast(di, hn::Min(floats(a), floats(b))); });
+  const auto most = over_lanes(
+      di, highs, [&](auto a, auto b) HWY_ATTR { return hn::BitCast(di, hn::Max(floats(a), floats(b))); });
+  hn::StoreU(floats(least), d, low);
+  hn::StoreU(floats(most), d, high);
 }
 
 // ---- Tiles ------------------------------------------------------------------------------------
@@ -473,6 +546,10 @@ class LinearWorker {
       for (int64_t column = tile.column, end = column; column < tile.end_column; column = end) {
         end = std::min(tile.end_column, (column / grid_.group_cols) * grid_.group_cols + width);
         const int64_t count = grid_.num_scales(column, end);
+        if (short_ranges({tile.outer, line, column}, end - column, count)) {
+          emit(grid_.scale_index({tile.outer, line, column}), count, low, high);
+          continue;
+        }
         std::fill_n(low, count, std::numeric_limits<F>::infinity());
         std::fill_n(high, count, -std::numeric_limits<F>::infinity());
         for (int64_t l = line; l < next; ++l)
@@ -567,6 +644,27 @@ class LinearWorker {
   HWY_ALIGN uint8_t codes_[kChunk + kPad];
 
  private:
+  // Of whole groups of one or two vectors, one behind the other, as many as there are lanes, or a multiple.
+  // False: they are for range_segment.
+  bool short_ranges(const Place& place, int64_t n, int64_t count) {
+    if constexpr (sizeof(F) == 4) {
+      constexpr auto N = static_cast<int64_t>(hn::MaxLanes(hn::ScalableTag<float>()));
+      const bool one = grid_.group_cols == N, two = grid_.group_cols == 2 * N;
+      if ((!one && !two) || grid_.group_lines != 1 || tensors_.x_strides.inner != 1 || count % N != 0 ||
+          n != count * grid_.group_cols)
+        return false;
+      const auto* x = static_cast<const Memory*>(tensors_.x) + Grid::offset(tensors_.x_strides, place);
+      for (int64_t i = 0; i < count; i += N, x += N * grid_.group_cols)
+        if (one)
+          ranges_of_short_groups<Type, 1>(x, scales_.low + i, scales_.high + i);
+        else
+          ranges_of_short_groups<Type, 2>(x, scales_.low + i, scales_.high + i);
+      return true;
+    } else {
+      return false;
+    }
+  }
+
   template <class Body>
   void load_and_run(const Place& place, int64_t n, const Body& body) {
     const int64_t first = grid_.scale_index(place);
@@ -577,6 +675,25 @@ class LinearWorker {
     body(place, n);
   }
 };
+
+// Stores those of `count` groups: first, first + stride and so on.
+template <class F>
+HWY_NOINLINE void store_params(const linear_ref::ParamsOfRanges<F>& params, int64_t first, int64_t stride,
+                               int64_t count, const F* low, const F* high, QuantizeStatus& status) {
+  int64_t i = 0;
+  if constexpr (sizeof(F) == 4)
+    if (stride == 1 && params.are_of_ranges())
+      for (GroupBatch batch; i + GroupBatch::size() <= count; i += GroupBatch::size()) {
+        std::copy_n(low + i, GroupBatch::size(), batch.min);
+        std::copy_n(high + i, GroupBatch::size(), batch.max);
+        if (batch.find(params.codec(), {params.scales()}, first + i, std::numeric_limits<float>::infinity()))
+          params.store_zeros(first + i, batch.zero_point, GroupBatch::size());
+        else
+          for (int64_t j = i; j < i + GroupBatch::size(); ++j)
+            params.store(first + j, low[j], high[j], status);
+      }
+  for (; i < count; ++i) params.store(first + i * stride, low[i], high[i], status);
+}
 
 // All of a problem: the scales, where they are computed, and the tiles, each by a Worker<Type>.
 template <class Type, template <class> class Worker>
@@ -638,8 +755,7 @@ QuantizeStatus run_tiles(const LinearProblem& problem, const LinearTensors& tens
     Worker<Type> worker(grid);
     if (grid.fused())
       worker.ranges(tile, [&](int64_t first, int64_t count, const F* low, const F* high) {
-        for (int64_t i = 0; i < count; ++i)
-          params.store(first + i * grid.scale.inner, low[i], high[i], worker.status);
+        store_params(params, first, grid.scale.inner, count, low, high, worker.status);
       });
     worker.run(tile);
     finish(worker);

@@ -146,6 +146,12 @@ class ParamsOfRanges {
     if (tensors.global_scale) is_usable_ = set_global_scale(codec_, *tensors.global_scale);
   }
 
+  // With the global scale.
+  const formats::Codec& codec() const { return codec_; }
+  void* scales() const { return tensors_.scale; }
+  // Whether ranges are all that counts, and scales are valid.
+  bool are_of_ranges() const { return is_usable_ && !problem_.observed; }
+
   // From the range of the finite values of a group; low > high: there are none.
   // Inline: there are as many as groups, some of 16 elements.
   [[gnu::always_inline]] void store(int64_t index, F low, F high, QuantizeStatus& status) const {
@@ -156,6 +162,11 @@ class ParamsOfRanges {
     status.num_coarse_scales += params.coarse ? 1 : 0;
     formats::store_scale(tensors_.scale, index, params.scale, codec_.scale_type, codec_.global_scale);
     if (tensors_.zero) store_integer(tensors_.zero, problem_.zeros, index, params.zero_point);
+  }
+  // Of the groups from `index` on; nothing where there are none.
+  void store_zeros(int64_t index, const int32_t* zeros, int64_t count) const {
+    if (!tensors_.zero) return;
+    for (int64_t i = 0; i < count; ++i) store_integer(tensors_.zero, problem_.zeros, index + i, zeros[i]);
   }
 
  private:

@@ -33,7 +33,7 @@ enum class Way { fast, exact, table };  // fast: see quotient
 template <class Type, bool kPerColumn, Way kWay, bool kMask>
 HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, int64_t begin, int64_t end,
                                       const Scales<typename Type::Compute>& scales,
-                                      const formats::CodeBook& book, int64_t k,
+                                      const TableValues<typename Type::Compute>& table, int64_t k,
                                       typename Type::Memory* HWY_RESTRICT y, uint8_t* HWY_RESTRICT mask) {
   using F = typename Type::Compute;
   const hn::ScalableTag<F> d;
@@ -78,7 +78,7 @@ HWY_INLINE bool fake_quantize_segment(const Source<typename Type::Memory>& x, in
       value = hn::Min(g.high, hn::Max(g.low, rounded));
     } else {
       rounded = hn::Div(v, g.scale);
-      value = nearest_value(d, rounded, book);
+      value = table.nearest(d, rounded);
     }
     const auto within = kWay == Way::table ? hn::And(hn::Ge(rounded, g.low), hn::Le(rounded, g.high))
                                            : hn::Eq(rounded, value);
@@ -189,8 +189,8 @@ class FakeWorker : public LinearWorker<Type> {
         place.column, n,
         [&](auto per_column, int64_t begin, int64_t end, int64_t k) HWY_ATTR {
           if (!scales_.far) {
-            finite &= fake_quantize_segment<Type, per_column, kWay, kMask>(
-                x, begin, end, scales_, problem_.codec.book, k, y_, codes_);
+            finite &= fake_quantize_segment<Type, per_column, kWay, kMask>(x, begin, end, scales_, table_, k,
+                                                                           y_, codes_);
             return;
           }
           one_by_one(per_column, begin, end, k, [&](int64_t i, const auto& params) {
@@ -228,6 +228,7 @@ class FakeWorker : public LinearWorker<Type> {
         bits_, static_cast<size_t>((end - begin + 7) / 8));
   }
 
+  const TableValues<F> table_{problem_.codec.book};
   HWY_ALIGN uint8_t bits_[kPart / 8 + kPad];
 };
 

@@ -43,10 +43,11 @@ struct Terms {
   hn::Vec<D> scale, zero;
 };
 template <Mode kMode, class D, class V = hn::Vec<D>>
-HWY_INLINE Terms<D> terms_of(D d, V x, V gradient, V scale, V low, V high, const formats::CodeBook& book) {
+HWY_INLINE Terms<D> terms_of(D d, V x, V gradient, V scale, V low, V high,
+                             const TableValues<hn::TFromD<D>>& table) {
   const auto v = hn::Div(x, scale);
   const auto place = kMode == Mode::table ? v : hn::Round(v);
-  const auto value = kMode == Mode::table ? nearest_value(d, v, book) : place;
+  const auto value = kMode == Mode::table ? table.nearest(d, v) : place;
   const auto bound = hn::Min(hn::Max(place, low), high);
   const auto passes = hn::Eq(bound, place);  // not NaN
   const auto counts = hn::Eq(place, place);  // likewise
@@ -60,14 +61,14 @@ HWY_INLINE Terms<D> terms_of(D d, V x, V gradient, V scale, V low, V high, const
 // dx and the terms of n elements, element i of group number i. Writes whole vectors.
 template <class Type, Mode kMode, class Memory = typename Type::Memory, class F = typename Type::Compute>
 void compute_terms(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n,
-                   const Scales<F>& scales, const formats::CodeBook& book, Memory* HWY_RESTRICT dx,
+                   const Scales<F>& scales, const TableValues<F>& table, Memory* HWY_RESTRICT dx,
                    F* HWY_RESTRICT scale_terms, F* HWY_RESTRICT zero_terms) {
   const hn::ScalableTag<F> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
   const auto step = [&](const Memory* from_x, const Memory* from_dy, int64_t i) HWY_ATTR {
     const auto t =
         terms_of<kMode>(d, Type::load(d, from_x), Type::load(d, from_dy), hn::LoadU(d, scales.scale + i),
-                        hn::LoadU(d, scales.low + i), hn::LoadU(d, scales.high + i), book);
+                        hn::LoadU(d, scales.low + i), hn::LoadU(d, scales.high + i), table);
     const auto live = hn::Ne(hn::LoadU(d, scales.inverse + i), hn::Zero(d));  // a scale of 0 adds nothing
     hn::StoreU(hn::IfThenElseZero(live, t.scale), d, scale_terms + i);
     if constexpr (kMode == Mode::scale_and_zero)
@@ -101,7 +102,7 @@ constexpr int64_t fours(int64_t n) { return (n + 3) / 4; }
 template <class Type, Mode kMode, class Memory = typename Type::Memory, class F = typename Type::Compute>
 HWY_INLINE void sum_fours(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRICT dy, int64_t n,
                           int64_t readable, const Scales<F>& scales, int64_t group,
-                          const formats::CodeBook& book, Memory* HWY_RESTRICT dx, F* HWY_RESTRICT scale_sums,
+                          const TableValues<F>& table, Memory* HWY_RESTRICT dx, F* HWY_RESTRICT scale_sums,
                           F* HWY_RESTRICT zero_sums) {
   const hn::ScalableTag<F> d;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
@@ -118,8 +119,8 @@ HWY_INLINE void sum_fours(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRI
   };
   const auto sums_of_2 = [&](const Memory* from_x, const Memory* from_dy, Memory* to) HWY_ATTR -> Sums {
     const auto v = load_two<Type>(d, from_x), g = load_two<Type>(d, from_dy);
-    const auto a = terms_of<kMode>(d, v.a, g.a, scale, low, high, book);
-    const auto b = terms_of<kMode>(d, v.b, g.b, scale, low, high, book);
+    const auto a = terms_of<kMode>(d, v.a, g.a, scale, low, high, table);
+    const auto b = terms_of<kMode>(d, v.b, g.b, scale, low, high, table);
     select_two<Type>(d, a.passes, b.passes, from_dy, to);
     Sums sums{add(a.scale, b.scale), hn::Zero(d)};
     if constexpr (kMode == Mode::scale_and_zero) sums.zero = add(a.zero, b.zero);
@@ -428,8 +429,8 @@ class Runner {
           for (int64_t i = 0; i < width; ++i)
             terms[i] = run_element(scratch.scales.params(i), x_[index + i], dy_[index + i], scratch.dx[i]);
         else
-          compute_terms<Type, kMode>(x_ + index, dy_ + index, width, scratch.scales, problem_.codec.book,
-                                     scratch.dx, terms, scratch.rows[kSums - 1].next());
+          compute_terms<Type, kMode>(x_ + index, dy_ + index, width, scratch.scales, table_, scratch.dx,
+                                     terms, scratch.rows[kSums - 1].next());
         for (auto& sum : scratch.rows) sum.add(width);
         write(scratch.dx, width, dx_ + index);
       }
@@ -488,8 +489,8 @@ class Runner {
       }
       return;
     }
-    sum_fours<Type, kMode>(x, dy, n, readable, scratch.scales, group, problem_.codec.book, dx,
-                           scratch.terms[0] + to, scratch.terms[kSums - 1] + to);
+    sum_fours<Type, kMode>(x, dy, n, readable, scratch.scales, group, table_, dx, scratch.terms[0] + to,
+                           scratch.terms[kSums - 1] + to);
   }
 
   // The sums of `count` groups of `size` terms, to the first `count` places.
@@ -502,6 +503,7 @@ class Runner {
   }
 
   const LsqProblem& problem_;
+  const TableValues<F> table_{problem_.codec.book};
   const LsqTensors& tensors_;
   const Memory *x_, *dy_;
   Memory* dx_;

@@ -28,9 +28,9 @@
 //
 #include "hwy/highway.h"
 //
+#include "cpu/group_batch-inl.h"
 #include "cpu/simd-inl.h"
 #include "hwy/cache_control.h"
-#include "ops/quantize/group_batch-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
@@ -89,34 +89,6 @@ HWY_INLINE BitsRange<Type> bits_range(const typename Type::Memory* x, int64_t n)
     range.max = std::max(range.max, v);
   }
   return range;
-}
-
-// Of as many vectors as one has lanes: `op` over the lanes of each, in their order.
-template <class DI, class V = hn::Vec<DI>, class Op>
-HWY_INLINE V over_lanes(DI di, const V* v, const Op& op) {
-  constexpr size_t N = hn::MaxLanes(DI());
-  const hn::Repartition<int64_t, DI> di64;
-  const auto wide = [&](V x) HWY_ATTR { return hn::BitCast(di64, x); };
-  V fours[N / 4];  // of each block the lanes of four vectors, one each
-  for (size_t i = 0; i < N / 4; ++i) {
-    const auto two = [&](V a, V b) HWY_ATTR {
-      return op(hn::InterleaveLower(di, a, b), hn::InterleaveUpper(di, a, b));
-    };
-    const V a = two(v[4 * i], v[4 * i + 1]), b = two(v[4 * i + 2], v[4 * i + 3]);
-    fours[i] = op(hn::BitCast(di, hn::InterleaveLower(di64, wide(a), wide(b))),
-                  hn::BitCast(di, hn::InterleaveUpper(di64, wide(a), wide(b))));
-  }
-#if HALFBYTE_AVX512
-  const auto halves = [&](V a, V b) HWY_ATTR {
-    return op(V{_mm512_shuffle_i64x2(a.raw, b.raw, 0x44)}, V{_mm512_shuffle_i64x2(a.raw, b.raw, 0xEE)});
-  };
-  const V a = halves(fours[0], fours[1]), b = halves(fours[2], fours[3]);
-  return op(V{_mm512_shuffle_i64x2(a.raw, b.raw, 0x88)}, V{_mm512_shuffle_i64x2(a.raw, b.raw, 0xDD)});
-#elif HWY_MAX_BYTES == 32
-  return op(hn::ConcatLowerLower(di, fours[1], fours[0]), hn::ConcatUpperUpper(di, fours[1], fours[0]));
-#else
-  return fours[0];
-#endif
 }
 
 // Of n elements, at least as many as f32 has lanes: in each lane the least and the largest x, sortable, or
@@ -1032,7 +1004,9 @@ class SpanQuantizer {
       find_ranges<false>(x_ + begin, n, batch);
     }
     const int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
-    if (!batch.find(problem_, group, is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f)) return begin;
+    if (!batch.find(codec_, {problem_.scales, problem_.zeros, problem_.biases}, group,
+                    is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f))
+      return begin;
     by_rounding_ = is_e2m1_ || codec_.kind == formats::Kind::floating;
     // Whole vectors of each group, which have as many lanes as a batch has groups: what they take of the next
     // group is written again.

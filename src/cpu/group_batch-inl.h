@@ -1,14 +1,14 @@
-// The parameters of several groups at a time, one in each lane. Include in quantize_cpu.cc, which is compiled
-// once per target.
-#if defined(HALFBYTE_QUANTIZE_GROUP_BATCH_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef HALFBYTE_QUANTIZE_GROUP_BATCH_INL_H_
-#undef HALFBYTE_QUANTIZE_GROUP_BATCH_INL_H_
+// The parameters of several groups at a time, one in each lane, compiled once per target. Include after
+// highway.h, inside a file that foreach_target.h compiles.
+#if defined(HALFBYTE_CPU_GROUP_BATCH_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HALFBYTE_CPU_GROUP_BATCH_INL_H_
+#undef HALFBYTE_CPU_GROUP_BATCH_INL_H_
 #else
-#define HALFBYTE_QUANTIZE_GROUP_BATCH_INL_H_
+#define HALFBYTE_CPU_GROUP_BATCH_INL_H_
 #endif
 
 #include "cpu/simd-inl.h"
-#include "ops/quantize/quantize.h"
+#include "formats/qparams.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace halfbyte::HWY_NAMESPACE {
@@ -32,12 +32,18 @@ class GroupBatch {
   HWY_ALIGN float code_scale[kMost], reciprocal[kMost], code_bias[kMost];
   HWY_ALIGN int32_t zero_point[kMost] = {};
 
+  // Of all groups, as formats::store_scale has them; null: there are none.
+  struct Arrays {
+    void* scales = nullptr;
+    uint8_t* zeros = nullptr;
+    void* biases = nullptr;
+  };
+
   // Finds the parameters, and writes them for the groups from `group` on. False, and nothing is written,
   // where a group is not plain: it is all zeros, its parameters come near a limit of their types, or its
   // codes to one of the arithmetic that is exact for others (`most_scale`: the largest that it is for). Then
   // they are for formats::group_params.
-  HWY_INLINE bool find(const QuantizeProblem& problem, int64_t group, float most_scale) {
-    const formats::Codec& codec = problem.codec;
+  HWY_INLINE bool find(const formats::Codec& codec, const Arrays& to, int64_t group, float most_scale) {
     const V low = hn::Add(hn::Load(d, min), hn::Zero(d)), high = hn::Add(hn::Load(d, max), hn::Zero(d));
     const V absmax = hn::Max(hn::Neg(low), high), levels = of(static_cast<float>(codec.levels()));
     auto plain = hn::And(hn::Ge(low, of(-0x1p60f)), hn::Le(high, of(0x1p60f)));
@@ -103,13 +109,13 @@ class GroupBatch {
     hn::Store(by_scale, d, code_scale);
     hn::Store(hn::Div(of(1), by_scale), d, reciprocal);
     hn::Store(by_bias, d, code_bias);
-    store(stored_scale, codec.scale_type, problem.scales, group);
-    if (problem.biases) store(stored_bias, codec.scale_type, problem.biases, group);
+    store(stored_scale, codec.scale_type, to.scales, group);
+    if (to.biases) store(stored_bias, codec.scale_type, to.biases, group);
     if (codec.asymmetric) {
       const I zero = hn::NearestInt(hn::Max(hn::Neg(levels), hn::Div(least, by_scale)));
       hn::Store(hn::Sub(hn::Set(di, codec.q_min), zero), di, zero_point);
       const hn::Rebind<uint8_t, D> d8;
-      if (problem.zeros) hn::StoreU(hn::DemoteTo(d8, hn::Neg(zero)), d8, problem.zeros + group);
+      if (to.zeros) hn::StoreU(hn::DemoteTo(d8, hn::Neg(zero)), d8, to.zeros + group);
     }
     return true;
   }
@@ -178,4 +184,4 @@ class GroupBatch {
 }  // namespace halfbyte::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
-#endif  // HALFBYTE_QUANTIZE_GROUP_BATCH_INL_H_
+#endif  // HALFBYTE_CPU_GROUP_BATCH_INL_H_
