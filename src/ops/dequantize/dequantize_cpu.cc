@@ -192,6 +192,34 @@ class Groups {
   float* scales_;
 };
 
+#if HALFBYTE_AVX512
+
+// The values of a group for sixteen codes.
+HWY_INLINE __m512 group_values(const formats::Codec& codec, const GroupDecode<float>& group) {
+  const __m512 lane = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512 scale = _mm512_set1_ps(group.scale);
+  switch (codec.kind) {
+    case formats::Kind::table:
+      return _mm512_mul_ps(_mm512_loadu_ps(codec.book.values), scale);
+    case formats::Kind::integer: {
+      const __m512 zero = _mm512_set1_ps(static_cast<float>(codec.q_min - group.zero_point));
+      return _mm512_mul_ps(_mm512_add_ps(lane, zero), scale);
+    }
+    default:
+      return _mm512_add_ps(_mm512_mul_ps(lane, scale), _mm512_set1_ps(group.bias));
+  }
+}
+
+// Sixteen f32 to a 16-bit type.
+template <DType kDType>
+HWY_INLINE __m512i round_to_16(__m512 v) {
+  if constexpr (kDType == DType::bf16)
+    return _mm512_castsi256_si512(to_bf16(hn::ScalableTag<float>(), hn::Vec<hn::ScalableTag<float>>{v}).raw);
+  return _mm512_castsi256_si512(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#endif  // HALFBYTE_AVX512
+
 // Values of n codes of one group (rounded up to whole vectors) to a buffer of the output type.
 template <class F>
 class Decoder {
@@ -216,6 +244,20 @@ class Decoder {
   template <DType kDType>
   HWY_INLINE void decode_as(const uint8_t* HWY_RESTRICT codes, int64_t n, const GroupDecode<F>& group,
                             uint8_t* HWY_RESTRICT out) const {
+#if HALFBYTE_AVX512
+    // Of up to 4 bits all values of the group, by which its codes are looked up.
+    if constexpr (sizeof(F) == 4 && (kDType == DType::bf16 || kDType == DType::f16))
+      if (codec_.bits <= 4) {
+        const __m512i values = round_to_16<kDType>(group_values(codec_, group));
+        for (int64_t i = 0; i < n; i += 32)
+          _mm512_storeu_si512(
+              reinterpret_cast<uint16_t*>(out) + i,
+              _mm512_permutexvar_epi16(
+                  _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i))),
+                  values));
+        return;
+      }
+#endif
     const hn::ScalableTag<F> d;
     const auto N = static_cast<int64_t>(hn::Lanes(d));
     const auto scale = hn::Set(d, group.scale), bias = hn::Set(d, group.bias);
@@ -338,30 +380,6 @@ class Decoder {
 };
 
 #if HALFBYTE_AVX512
-
-// The sixteen values of a group of 4-bit codes.
-HWY_INLINE __m512 group_values(const formats::Codec& codec, const GroupDecode<float>& group) {
-  const __m512 lane = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512 scale = _mm512_set1_ps(group.scale);
-  switch (codec.kind) {
-    case formats::Kind::table:
-      return _mm512_mul_ps(_mm512_loadu_ps(codec.book.values), scale);
-    case formats::Kind::integer: {
-      const __m512 zero = _mm512_set1_ps(static_cast<float>(codec.q_min - group.zero_point));
-      return _mm512_mul_ps(_mm512_add_ps(lane, zero), scale);
-    }
-    default:
-      return _mm512_add_ps(_mm512_mul_ps(lane, scale), _mm512_set1_ps(group.bias));
-  }
-}
-
-// Sixteen f32 to a 16-bit type.
-template <DType kDType>
-HWY_INLINE __m512i round_to_16(__m512 v) {
-  if constexpr (kDType == DType::bf16)
-    return _mm512_castsi256_si512(to_bf16(hn::ScalableTag<float>(), hn::Vec<hn::ScalableTag<float>>{v}).raw);
-  return _mm512_castsi256_si512(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
 
 // 4-bit codes of columns [begin, begin + n) of a row, n a multiple of 32 and the group size of 16, or of 32
 // for !kSixteen, to `out`: f32, f16 or bf16. kStream: past the caches; `out` is then at the start of a line.
