@@ -118,14 +118,15 @@ inline bool has_scales_only(const QgemmProblem& problem) {
   return !problem.weight.has_biases && !problem.codec.asymmetric && !problem.double_quant;
 }
 
-// Of the bytes of two or four groups of 32 rows: those of 16 rows, of each row those of its four quarters.
+// Of the bytes of two or four groups of 32 rows: those of 16 rows, of each row those of its four quarters;
+// rows 4 apart beside each other, which widening bytes to words of 32 bits in blocks of 128 puts in order.
 struct BytesOfQuarters {
   alignas(64) uint8_t at[2][2][64] = {};  // [four groups][rows 16 to 31]
   constexpr BytesOfQuarters() {
     for (int num_groups = 2; num_groups <= 4; num_groups += 2)
       for (int row = 0; row < kUnitRows; ++row)
         for (int quarter = 0; quarter < 4; ++quarter)
-          at[num_groups / 4][row / 16][row % 16 * 4 + quarter] =
+          at[num_groups / 4][row / 16][row % 4 * 16 + row / 4 % 4 * 4 + quarter] =
               static_cast<uint8_t>(quarter * num_groups / 4 * kUnitRows + row);
   }
 };
@@ -134,8 +135,7 @@ inline constexpr BytesOfQuarters kBytesOfQuarters;
 // The scales of the groups of a unit, two or four, for the lanes of 16 words of codes of a row: lane l has
 // columns of quarter l % 4.
 struct LaneScales {
-  // Of the quarters of row 16 b + 4 l + r: from 64 b + 16 r + 4 l on.
-  alignas(64) float scales[4 * kUnitRows];
+  alignas(64) float scales[kUnitRows][4];  // of the quarters of each row
 
   HALFBYTE_AVX512 void make(const GroupParameters (&groups)[4], int num_groups) {
     for (int row = 0; row < kUnitRows; row += kLanes)
@@ -151,7 +151,7 @@ struct LaneScales {
       });
   }
   [[gnu::always_inline]] HALFBYTE_AVX512 __m512 of(int row) const {
-    return _mm512_broadcast_f32x4(_mm_load_ps(scales + row / 16 * 64 + row % 4 * 16 + row / 4 % 4 * 4));
+    return _mm512_broadcast_f32x4(_mm_load_ps(scales[row]));
   }
 
  private:
@@ -166,17 +166,20 @@ struct LaneScales {
                           type, low, high);
       const __m512i words[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
       for (int r = 0; r < 4; ++r)
-        _mm512_store_si512(scales + 64 * half + 16 * r, r % 2 == 0
-                                                            ? _mm512_unpacklo_epi16(zero, words[r / 2])
-                                                            : _mm512_unpackhi_epi16(zero, words[r / 2]));
+        _mm512_store_si512(scales[16 * half + 4 * r], r % 2 == 0 ? _mm512_unpacklo_epi16(zero, words[r / 2])
+                                                                 : _mm512_unpackhi_epi16(zero, words[r / 2]));
     }
   }
   // Of 16 rows.
   template <class OfGroup>
   [[gnu::always_inline]] HALFBYTE_AVX512 void put(int row, int num_groups, const OfGroup& of_group) {
-    const __m512 g0 = of_group(0), g1 = of_group(1);
+    // Rows 4 apart beside each other: interleaving in blocks of 128 bits puts them in order.
+    const __m512i apart = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const auto rows_of = [&](int group)
+                             HALFBYTE_AVX512 { return _mm512_permutexvar_ps(apart, of_group(group)); };
+    const __m512 g0 = rows_of(0), g1 = rows_of(1);
     if (num_groups == 4)
-      put(row, g0, g1, of_group(2), of_group(3));
+      put(row, g0, g1, rows_of(2), rows_of(3));
     else
       put(row, g0, g0, g1, g1);
   }
@@ -185,9 +188,8 @@ struct LaneScales {
         _mm512_castps_pd(_mm512_unpacklo_ps(g0, g1)), _mm512_castps_pd(_mm512_unpackhi_ps(g0, g1)),
         _mm512_castps_pd(_mm512_unpacklo_ps(g2, g3)), _mm512_castps_pd(_mm512_unpackhi_ps(g2, g3))};
     for (int r = 0; r < 4; ++r)
-      _mm512_store_pd(scales + 4 * row + 16 * r, r % 2 == 0
-                                                     ? _mm512_unpacklo_pd(pairs[r / 2], pairs[2 + r / 2])
-                                                     : _mm512_unpackhi_pd(pairs[r / 2], pairs[2 + r / 2]));
+      _mm512_store_pd(scales[row + 4 * r], r % 2 == 0 ? _mm512_unpacklo_pd(pairs[r / 2], pairs[2 + r / 2])
+                                                      : _mm512_unpackhi_pd(pairs[r / 2], pairs[2 + r / 2]));
   }
 };
 
