@@ -22,10 +22,18 @@ const std::byte* WholeTensor::get(const ReadBytes& read) {
     bytes_ = std::make_unique_for_overwrite<std::byte[]>(num_bytes_);
   }
   const auto is_there = [](Part part) { return part == Part::there; };
+  const auto change = [this](Part& part, Part to) {
+    part = to;
+    ++num_changes_;
+    num_changes_.notify_all();
+  };
   while (!std::ranges::all_of(parts_, is_there)) {
     const auto part = std::ranges::find(parts_, Part::missing);
     if (part == parts_.end()) {
-      changed_.wait(lock);
+      const int seen = num_changes_;
+      lock.unlock();
+      num_changes_.wait(seen);
+      lock.lock();
       continue;
     }
     const auto begin = static_cast<uint64_t>(part - parts_.begin()) * kPartBytes;
@@ -35,13 +43,11 @@ const std::byte* WholeTensor::get(const ReadBytes& read) {
       read(begin, {bytes_.get() + begin, std::min(kPartBytes, num_bytes_ - begin)});
     } catch (...) {
       lock.lock();
-      *part = Part::missing;
-      changed_.notify_all();
+      change(*part, Part::missing);
       throw;
     }
     lock.lock();
-    *part = Part::there;
-    changed_.notify_all();
+    change(*part, Part::there);
   }
   is_complete_ = true;
   return bytes_.get();

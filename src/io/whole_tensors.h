@@ -3,7 +3,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -34,7 +33,8 @@ class WholeTensor {
   const uint64_t num_bytes_;
   std::atomic<bool> is_complete_ = false;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  // What threads wait for, see Meeting in communicator.cc.
+  std::atomic<int> num_changes_ = 0;
   std::unique_ptr<std::byte[]> bytes_;
   std::vector<Part> parts_;
 };
