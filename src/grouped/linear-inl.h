@@ -401,17 +401,17 @@ template <class F>
 class TableValues {
  public:
   explicit TableValues(const formats::CodeBook& book) : is_e2m1_(book == formats::books::fp4_e2m1) {
-    F edges[16];
     for (int i = 0; i < 16; ++i) {
       values_[i] = static_cast<F>(book.values[book.code_of_rank[i]]);
-      if constexpr (sizeof(F) == 8)
-        edges[i] = i < 15 ? book.edges_f64[i] : std::numeric_limits<F>::infinity();
+      if (i == 15)
+        edges_[i] = std::numeric_limits<F>::infinity();
+      else if constexpr (sizeof(F) == 8)
+        edges_[i] = book.edges_f64[i];
       else
-        edges[i] = i < 15 ? book.edges_f32[i] : std::numeric_limits<F>::infinity();
+        edges_[i] = book.edges_f32[i];
     }
-    std::ranges::copy(edges, edges_);
     for (int level = 0, size = 1; level < 4; ++level, size *= 2)
-      for (int i = 0; i < size; ++i) levels_[level][i] = edges[(2 * i + 1) * 8 / size - 1];
+      for (int i = 0; i < size; ++i) levels_[level][i] = edges_[(2 * i + 1) * 8 / size - 1];
   }
 
   // The value nearest to v; of NaN any.
