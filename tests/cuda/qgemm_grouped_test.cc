@@ -190,6 +190,41 @@ TEST_F(QgemmGroupedDevice, SwigluInTiles) {
       }
 }
 
+// By qgemm_sm90_large, of more tiles than there are multiprocessors: tiles of every width. Of few, it takes
+// the smallest.
+QgemmGroupedDescriptor many_tiles(int64_t rows_of_expert, bool transposed) {
+  QgemmGroupedDescriptor d{
+      .num_experts = 64, .m = 64 * rows_of_expert, .n = 576, .k = 136, .transposed = transposed};
+  if (transposed) std::swap(d.n, d.k);
+  d.variant = "qgemm_sm90_large";
+  return d;
+}
+TEST_F(QgemmGroupedDevice, ManyTiles) {
+  std::mt19937_64 random(5);
+  const std::vector<QuantSpec> formats = testing::qgemm_formats();
+  int num_checked = 0;
+  for (const int64_t rows_of_expert : {17, 35, 63, 92, 120, 150, 215})
+    for (const int kind : {0, 1, 2}) {  // forward, transposed, SwiGLU
+      QgemmGroupedDescriptor d = many_tiles(rows_of_expert, kind == 1);
+      d.spec = formats[random() % formats.size()];
+      d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
+      d.swiglu = kind == 2;
+      d.rows = random() % 2 == 0 ? ExpertRows::offsets : ExpertRows::indices;
+      if (d.rows == ExpertRows::indices) {
+        d.top_k = 2;
+        d.m /= 2;
+        d.routing_weights = true;
+      }
+      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+        if (choice.variant == d.variant && !choice.reason.empty()) d.spec = {.format = Format::nf4};
+      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+        if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+      check(d, random(), testing::pick(random, testing::kRoutings));
+      ++num_checked;
+    }
+  EXPECT_EQ(num_checked, 21);
+}
+
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
     for (int empty = 0; empty < 3; ++empty) {
@@ -350,6 +385,15 @@ TEST_F(SanitizeGrouped, EveryVariant) {
       }
       check(d, 1, Routing::random, QgemmData::random, true);
     }
+}
+
+TEST_F(SanitizeGrouped, ManyTiles) {
+  for (const bool transposed : {false, true}) {
+    const QgemmGroupedDescriptor d = many_tiles(17, transposed);
+    for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+      if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+    check(d, 1, Routing::random, QgemmData::random, true);
+  }
 }
 
 }  // namespace

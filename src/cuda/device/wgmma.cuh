@@ -115,8 +115,11 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
 #define HALFBYTE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define HALFBYTE_D8(i) HALFBYTE_D4(i), HALFBYTE_D4(i + 4)
 #define HALFBYTE_D16(i) HALFBYTE_D8(i), HALFBYTE_D8(i + 8)
+#define HALFBYTE_D24(i) HALFBYTE_D16(i), HALFBYTE_D8(i + 16)
 #define HALFBYTE_D32(i) HALFBYTE_D16(i), HALFBYTE_D16(i + 16)
+#define HALFBYTE_D40(i) HALFBYTE_D32(i), HALFBYTE_D8(i + 32)
 #define HALFBYTE_D48(i) HALFBYTE_D32(i), HALFBYTE_D16(i + 32)
+#define HALFBYTE_D56(i) HALFBYTE_D48(i), HALFBYTE_D8(i + 48)
 #define HALFBYTE_D64(i) HALFBYTE_D32(i), HALFBYTE_D32(i + 32)
 #define HALFBYTE_D72(i) HALFBYTE_D64(i), HALFBYTE_D8(i + 64)
 #define HALFBYTE_D80(i) HALFBYTE_D64(i), HALFBYTE_D16(i + 64)
@@ -128,12 +131,22 @@ __device__ __forceinline__ u64 k_major_tile(const void* tile, u32 stride_bytes) 
   HALFBYTE_WGMMA(Type, type, 16, "%0, %1, %2, %3, %4, %5, %6, %7", HALFBYTE_D8, 8, 9, 10, 11, 12, 13, 14)   \
   HALFBYTE_WGMMA(Type, type, 32, HALFBYTE_TEN("") "%10, %11, %12, %13, %14, %15", HALFBYTE_D16, 16, 17, 18, \
                  19, 20, 21, 22)                                                                            \
+  HALFBYTE_WGMMA(Type, type, 48, HALFBYTE_TEN("") HALFBYTE_TEN("1") "%20, %21, %22, %23", HALFBYTE_D24, 24, \
+                 25, 26, 27, 28, 29, 30)                                                                    \
   HALFBYTE_WGMMA(Type, type, 64, HALFBYTE_TEN("") HALFBYTE_TEN("1") HALFBYTE_TEN("2") "%30, %31",           \
                  HALFBYTE_D32, 32, 33, 34, 35, 36, 37, 38)                                                  \
+  HALFBYTE_WGMMA(Type, type, 80,                                                                            \
+                 HALFBYTE_TEN("") HALFBYTE_TEN("1")                                                         \
+                     HALFBYTE_TEN("2") "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39",                  \
+                 HALFBYTE_D40, 40, 41, 42, 43, 44, 45, 46)                                                  \
   HALFBYTE_WGMMA(Type, type, 96,                                                                            \
                  HALFBYTE_TEN("") HALFBYTE_TEN("1") HALFBYTE_TEN("2")                                       \
                      HALFBYTE_TEN("3") "%40, %41, %42, %43, %44, %45, %46, %47",                            \
                  HALFBYTE_D48, 48, 49, 50, 51, 52, 53, 54)                                                  \
+  HALFBYTE_WGMMA(Type, type, 112,                                                                           \
+                 HALFBYTE_TEN("") HALFBYTE_TEN("1") HALFBYTE_TEN("2") HALFBYTE_TEN("3")                     \
+                     HALFBYTE_TEN("4") "%50, %51, %52, %53, %54, %55",                                      \
+                 HALFBYTE_D56, 56, 57, 58, 59, 60, 61, 62)                                                  \
   HALFBYTE_WGMMA(Type, type, 128, HALFBYTE_TENS_TO_60 "%60, %61, %62, %63", HALFBYTE_D64, 64, 65, 66, 67,   \
                  68, 69, 70)                                                                                \
   HALFBYTE_WGMMA(Type, type, 144, HALFBYTE_TENS_TO_60 HALFBYTE_TEN("6") "%70, %71", HALFBYTE_D72, 72, 73,   \
@@ -157,8 +170,11 @@ HALFBYTE_WGMMA_OF(BF16, "bf16")
 #undef HALFBYTE_D4
 #undef HALFBYTE_D8
 #undef HALFBYTE_D16
+#undef HALFBYTE_D24
 #undef HALFBYTE_D32
+#undef HALFBYTE_D40
 #undef HALFBYTE_D48
+#undef HALFBYTE_D56
 #undef HALFBYTE_D64
 #undef HALFBYTE_D72
 #undef HALFBYTE_D80

@@ -635,7 +635,10 @@ TEST(QgemmPlan, TheOrderOfVariantsOfExperts) {
     problem.n = n;
     problem.k = k;
     problem.transposed = transposed;
+    problem.weight.groups = 1;
     EXPECT_EQ(order_of(problem).starts_with("sm80"), sm80_first);
+    problem.weight.groups = 2;  // it has wide tiles, and refuses rows that are too few for them
+    EXPECT_EQ(order_of(problem).substr(0, 10), "sm90_large") << order_of(problem);
   }
 }
 

@@ -10,9 +10,9 @@
 // cluster, two or more: each has its share of what is summed, and stores its share of the tokens. Where tiles
 // are few, each becomes several, of parts of what is summed: then another kernel adds up their sums.
 //
-// Split: a block has one tile, and four warpgroups that multiply. Two or all of them have the same features,
-// and take stages in turn; each stores its share of the tokens. They need not look ahead: while one decodes,
-// the tensor cores multiply for others.
+// Four warpgroups multiply small tiles. They need not look ahead: while one decodes, the tensor cores
+// multiply for others. Split: a block has one tile. Two or all of them have the same features, and take
+// stages in turn; each stores its share of the tokens. Wide, of experts: each has features of its own.
 //
 // Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each
 // loads half of a stage's x to the shared memory of both, when the warps of both are done with what was
@@ -43,6 +43,10 @@ constexpr bool kExperts = kTiling.experts;
 static_assert(kStages >= 3 && kStages >= 2 * kBlocks);
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
 static_assert(kTiling.double_quant == kDoubleQuant && !(kExperts && kDoubleQuant));
+// 4-bit codes that are integers as stored are computed, not looked up: transposed, by as many instructions,
+// of which none uses shared memory. Forward it takes twice as many, and 15 % longer.
+constexpr bool kComputesCodes = kBits == 4 && !kTiling.has_table();
+static_assert(!kComputesCodes || kTransposed);
 // With swiglu, of 64 features a warpgroup has a strip of the gate and one of what it opens, two warps each.
 constexpr bool kSwiglu = kTiling.swiglu;
 static_assert(!kSwiglu || (kExperts && !kTransposed));
@@ -51,13 +55,15 @@ constexpr int kMultiplierBarrier = 1;  // of their warpgroups
 constexpr int kGateBarrier = 2;        // and more: with swiglu, of a warp and its partner
 // Warpgroups that take turns at the stages of the same features.
 constexpr int kSplits = kTiling.splits;
-constexpr int kAhead = kSplits == 1 ? 1 : 0;  // operands A that are decoded while one is multiplied
-static_assert(kSplits == 1 || (kBlocks == 1 && !kExperts && kTokens <= 128));
+// Operands A that a warpgroup decodes while one is multiplied: of two that multiply. Four have the tensor
+// cores busy without, and no registers for it.
+constexpr int kAhead = kTiling.warpgroups == 2 ? 1 : 0;
+static_assert(kAhead == 1 ? kSplits == 1 : kBlocks == 1 && kTokens <= 128 && kExperts == (kSplits == 1));
 // Who waits for a phase of a barrier must know that the one before it has ended: a wait tells them apart by
 // parity only. Warpgroups that take turns do not wait for each other, so each has stages of the ring of its
 // own.
 static_assert(kStages % kSplits == 0);
-using Registers = DealtRegisters<kMultipliers / 128>;
+using Registers = DealtRegisters<kMultipliers / 128, kSplits == 1 ? 40 : 32>;
 using Place = RingPlace<kStages>;
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
 // A matrix instruction has at most 256 columns. Of a thread, in 64 features: sums of one, and of all.
@@ -70,9 +76,9 @@ constexpr int kSharers = kTiling.sharers;          // blocks
 constexpr int kUnits = kTiling.units();
 // Two lanes copy codes, two x, and each pair takes turns at stages: to start the copies of one takes a lane
 // longer than it takes to multiply a small one. Tiles have even numbers of stages. Of experts one lane copies
-// codes, one x, and one finds tiles.
-constexpr int kTurns = kExperts ? 1 : 2;
-constexpr int kCopiers = kExperts ? 3 : 4;  // warps
+// x, and one finds tiles.
+constexpr int kTurnsOfX = kExperts ? 1 : 2;
+constexpr int kCopiers = 4;  // warps
 
 // A tile, of experts, as it lies in shared memory; last_stage 0: there is no other.
 struct alignas(16) TileSlot {
@@ -108,7 +114,7 @@ struct Block {
       init_barrier(full + stage, 2);
       init_barrier(empty + stage, kBoxes * kMultipliers / kSplits / 32);
     }
-    if (kExperts && copier == 0) tile_ring().init_barriers(2 + kMultipliers / 32);
+    if (kExperts && copier == 0) tile_ring().init_barriers(3 + kMultipliers / 32);
   }
   __device__ __forceinline__ LargeTileRing tile_ring() const {
     return {shared + kTiling.tile_offset(), shared + kTiling.tile_barrier_offset()};
@@ -240,28 +246,6 @@ __device__ __forceinline__ const u8* block_of(const Args& args, const Tile& tile
   return weight_of(args, tile) + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
 }
 
-// Its codes and parameters.
-__device__ __forceinline__ void copy_unit(u8* to, const Args& args, const Tile& tile, int stage, int i,
-                                          Barrier* full) {
-  const int strip = strip_of(args, tile, stage, i), unit = unit_of(args, tile, stage, i);
-  const u8* const block = block_of(args, tile, strip, unit);
-  if constexpr (kTiling.joint()) {
-    copy_bulk(to, block, kSlotBytes, full);
-  } else {
-    copy_bulk(to, block + unit % kUnitsPerBlock * kUnitBytes, kUnitBytes, full);
-    u8* const parameters = to + kUnitBytes;
-    if constexpr (kGroup != 0) {
-      copy_bulk(parameters, block + kUnitsPerBlock * kUnitBytes, kTiling.group_bytes(), full);
-    } else {
-      constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
-      copy_bulk(parameters, weight_of(args, tile) + args.scales + i64{strip} * kScales, kScales, full);
-      if constexpr (kSeconds != 0)
-        copy_bulk(parameters + kScales, weight_of(args, tile) + args.seconds + i64{strip} * kSeconds,
-                  kSeconds, full);
-    }
-  }
-}
-
 // By those who multiply: the codes of the first stages, on their way before there are barriers to copy by.
 // Where little is summed it saves a tenth of the time (256x4096, transposed, 256 rows of x: 5.3 to 4.6 us);
 // split tiles, which have more in flight, gain nothing.
@@ -278,37 +262,137 @@ __device__ __forceinline__ void prefetch_codes(const Args& args, int thread) {
   __syncwarp();
 }
 
-// copy(tile, stage of the tile, place in the ring), where the place is empty: of the stages of `turn`.
-template <class F>
-__device__ __forceinline__ void each_stage(const Args& args, const Block& block, int turn, const F& copy) {
+// copy(tile, stage of the tile, place in the ring), where the place is empty: of the stages of `turn`, of
+// kTurns. begin(tile): before those of a tile.
+template <int kTurns, class Begin, class F>
+__device__ __forceinline__ void each_stage(const Args& args, const Block& block, int turn, const Begin& begin,
+                                           const F& copy) {
   Place place;
   place.stage = turn;
   Tile tile;
-  for (Tiles<false> tiles(args, block); tiles.next(tile);)
+  for (Tiles<false> tiles(args, block); tiles.next(tile);) {
+    begin(tile);
     for (int stage = tile.first_stage + turn; stage < tile.last_stage;
          stage += kTurns, place.advance(kTurns)) {
       wait(block.empty + place.stage, place.parity ^ 1);
       copy(tile, stage, place.stage);
     }
+  }
   // The block stays until the other one has arrived at its barriers for the last time.
   if constexpr (kTiling.multicast)
     for (int i = turn; i < kStages; i += kTurns, place.advance(kTurns))
       wait(block.empty + place.stage, place.parity ^ 1);
 }
 
-__device__ __forceinline__ void copy_codes(const Args& args, const Block& block, int turn) {
-  each_stage(args, block, turn, [&](const Tile& tile, int stage, int place) {
-    arrive_expecting(block.full + place, kTiling.weight_bytes());
-    u8* const units = block.shared + kTiling.unit_offset() + place * kTiling.weight_bytes();
+// Copies the units of stages. What is the same for all stages of a tile is computed once: to start a copy
+// takes little longer than to compute from where.
+class UnitCopier {
+ public:
+  __device__ __forceinline__ explicit UnitCopier(const Args& args) : args_(args) {}
+
+  __device__ __forceinline__ void begin(const Tile& tile) {
+    weight_ = keep(weight_of(args_, tile));
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i)
-      copy_unit(units + i * kSlotBytes, args, tile, stage, i, block.full + place);
-  });
+    for (int i = 0; i < kPlaces; ++i) {
+      if constexpr (kTransposed) {
+        const int unit = unit_of(args_, tile, 0, 2 * i);
+        units_[i] = unit_at(unit);
+        if constexpr (kHasGroups) groups_[i] = group_at(unit);
+      } else {
+        strips_[i] = strip_at(strip_of(args_, tile, 0, i));
+      }
+    }
+  }
+
+  // Those of a stage, codes and parameters, to `units`.
+  __device__ __forceinline__ void copy(u8* to, const Tile& tile, int stage, Barrier* full) const {
+    if constexpr (kTransposed) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const u8* const strip = keep(from(weight_, strip_at(strip_of(args_, tile, stage, b))));
+#pragma unroll
+        for (int i = 0; i < kPlaces; ++i) {
+          u8* const slot = to + (2 * i + b) * kSlotBytes;
+          copy_bulk(slot, from(strip, units_[i]), kCopiedBytes, full);
+          if constexpr (kHasGroups) copy_bulk(slot + kUnitBytes, from(strip, groups_[i]), kGroupBytes, full);
+        }
+      }
+    } else {
+      const int unit = unit_of(args_, tile, stage, 0);
+      const u8* const codes = keep(from(weight_, unit_at(unit)));
+      const u8* const groups = keep(from(weight_, group_at(unit)));
+#pragma unroll
+      for (int i = 0; i < kPlaces; ++i) {
+        u8* const slot = to + i * kSlotBytes;
+        copy_bulk(slot, from(codes, strips_[i]), kCopiedBytes, full);
+        if constexpr (kHasGroups) copy_bulk(slot + kUnitBytes, from(groups, strips_[i]), kGroupBytes, full);
+      }
+    }
+    if constexpr (kGroup == 0) {
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i)
+        copy_parameters_of_rows(to + i * kSlotBytes + kUnitBytes, strip_of(args_, tile, stage, i), full);
+    }
+  }
+
+ private:
+  // Of a tile: strips, or transposed units of a strip.
+  static constexpr int kPlaces = kTransposed ? kUnits / 2 : kUnits;
+  // Parameters lie behind the units of a block, if not behind each unit.
+  static constexpr bool kHasGroups = kGroup != 0 && !kTiling.joint();
+  static constexpr int kCopiedBytes = kTiling.joint() ? kSlotBytes : kUnitBytes;
+  static constexpr int kGroupBytes = kTiling.group_bytes();
+
+  // As it is: the compiler would take sums apart to compute more of them for each copy.
+  static __device__ __forceinline__ const u8* keep(const u8* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+  }
+  // Places are multiples of 16 bytes, and counted so: 32 bits hold them.
+  static constexpr int kPiece = 16;
+  static __device__ __forceinline__ const u8* from(const u8* base, u32 pieces) {
+    return base + u64{pieces} * kPiece;
+  }
+  __device__ __forceinline__ u32 strip_at(int strip) const {
+    return static_cast<u32>(strip) * static_cast<u32>(args_.strip_bytes / kPiece);
+  }
+  __device__ __forceinline__ u32 block_at(int unit) const {
+    return static_cast<u32>(unit / kUnitsPerBlock) * (static_cast<u32>(args_.block_bytes) / kPiece);
+  }
+  __device__ __forceinline__ u32 unit_at(int unit) const {
+    return block_at(unit) + static_cast<u32>(unit % kUnitsPerBlock * (kUnitBytes / kPiece));
+  }
+  __device__ __forceinline__ u32 group_at(int unit) const {
+    return block_at(unit) + static_cast<u32>(kUnitsPerBlock * (kUnitBytes / kPiece));
+  }
+  // Where a row has one scale.
+  __device__ __forceinline__ void copy_parameters_of_rows(u8* to, int strip, Barrier* full) const {
+    constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
+    copy_bulk(to, weight_ + args_.scales + i64{strip} * kScales, kScales, full);
+    if constexpr (kSeconds != 0)
+      copy_bulk(to + kScales, weight_ + args_.seconds + i64{strip} * kSeconds, kSeconds, full);
+  }
+
+  const Args& args_;
+  const u8* weight_ = nullptr;
+  u32 strips_[kPlaces], units_[kPlaces], groups_[kPlaces];
+};
+
+__device__ __forceinline__ void copy_codes(const Args& args, const Block& block, int turn) {
+  UnitCopier copier(args);
+  each_stage<2>(
+      args, block, turn, [&](const Tile& tile) { copier.begin(tile); },
+      [&](const Tile& tile, int stage, int place) {
+        Barrier* const full = block.full + place;
+        arrive_expecting(full, kTiling.weight_bytes());
+        copier.copy(block.shared + kTiling.unit_offset() + place * kTiling.weight_bytes(), tile, stage, full);
+      });
 }
 
 __device__ __forceinline__ void copy_x(const Args& args, const Block& block, int turn) {
   wait_for_earlier();
-  each_stage(args, block, turn, [&](const Tile& tile, int stage, int place) {
+  const auto nothing = [](const Tile&) {};
+  each_stage<kTurnsOfX>(args, block, turn, nothing, [&](const Tile& tile, int stage, int place) {
     Barrier* const full = block.full + place;
     constexpr int kTokenBytes = kTiling.x_bytes() / kTokens;
     // Of experts, boxes have rows of the next ones, too, or zeros behind the last row.
@@ -358,8 +442,12 @@ class Operand {
       group_ = kGroups > 1 ? warp / 2 * kParameters : 0;
       has_second_ = g >= 4;
       const int second = g / 2 % 2;
-      even_ = pair_selector(2 * second);
-      odd_ = pair_selector(2 * second + 1);
+      if constexpr (kComputesCodes) {
+        even_ = second != 0 ? 0x3322 : 0x1100;
+      } else {
+        even_ = pair_selector(2 * second);
+        odd_ = pair_selector(2 * second + 1);
+      }
     } else {
       const int a = 8 * (warp % 2) + g;
       strip_ = warp / 2;
@@ -455,7 +543,11 @@ class Operand {
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         const u32 word = words_[(2 * i + q) % kNumWords];
-        if constexpr (kBits == 4) {
+        if constexpr (kComputesCodes) {
+          const u32 bytes = permute_bytes(word, word, even_);  // of both rows, one in each half
+          a[2 * q] = integer_pair(Element(), bytes);
+          a[2 * q + 1] = integer_pair(Element(), bytes >> 4);
+        } else if constexpr (kBits == 4) {
           const u32 even = look_up_pair(word, table_lane_, even_),
                     odd = look_up_pair(word, table_lane_, odd_);
           a[2 * q] = permute_bytes(even, odd, 0x5410);
@@ -524,11 +616,12 @@ class Operand {
   const Args& args_;
   const u8* const units_;  // of the warpgroup, in the first stage
   const float* const map_;
-  u32 table_lane_, even_ = 0, odd_ = 0;  // what makes addresses of pairs; transposed, of which bytes
-  int first_pair_;                       // of units of a stage, that the warpgroup has
-  int codes_at_;                         // from a pair of units on
-  int strip_, row_, group_ = 0;          // of the parameters that the lane loads; strip_ of the pair
-  bool has_second_ = false;              // its columns are in the second group of those
+  // What makes addresses of pairs; transposed, of which bytes. Of computed codes even_ takes those of both.
+  u32 table_lane_, even_ = 0, odd_ = 0;
+  int first_pair_;               // of units of a stage, that the warpgroup has
+  int codes_at_;                 // from a pair of units on
+  int strip_, row_, group_ = 0;  // of the parameters that the lane loads; strip_ of the pair
+  bool has_second_ = false;      // its columns are in the second group of those
   float offset_ = 0;
   u32 words_[kNumWords];
   StoredParameters stored_[kParameters];
@@ -563,27 +656,23 @@ class Multiplier {
       : args_(args),
         block_(block),
         operand_(args, block.shared, block.column, block.warp % 4, block.lane, block.rank),
-        x_(x) {}
+        x_(x) {
+    loaded_.stage = block.split;
+  }
 
-  // Of a split tile, the stages that this warpgroup has: one or more. It lets go of one before it waits for
-  // the next: four that are held would be up to half of the ring.
-  __device__ __forceinline__ void multiply_split(Sums& sums, const Tile& tile) {
+  // Without looking ahead: the stages of a tile that this warpgroup has, one or more. It lets go of one
+  // before it waits for the next: four that are held would be up to half of the ring.
+  __device__ __forceinline__ void multiply_in_turn(Sums& sums, const Tile& tile) {
     begin_releases(tile);
-    int stage = tile.first_stage + block_.split;
-    loaded_.stage = block_.split;
-    load(tile, stage);
-    operand_.decode(a_[0]);
-    start_products(sums.of[0], a_[0], loaded_.stage, false);
-    wgmma_wait<0>();
-    while ((stage += kSplits) < tile.last_stage) {
-      release(loaded_.stage);
-      loaded_.advance(kSplits);
+    const int first = tile.first_stage + block_.split;
+    for (int stage = first; stage < tile.last_stage; stage += kSplits) {
       load(tile, stage);
       operand_.decode(a_[0]);
-      start_products(sums.of[0], a_[0], loaded_.stage, true);
+      start_products(sums.of[0], a_[0], loaded_.stage, stage != first);
       wgmma_wait<0>();
+      release(loaded_.stage);
+      loaded_.advance(kSplits);
     }
-    if constexpr (kTiling.multicast) release(loaded_.stage);
     pin(sums.of[0][0]);
   }
 
@@ -745,7 +834,7 @@ __device__ __forceinline__ void share_sums(Sums& sums, const Block& block, u32 r
   // Where each of the others has its place: one's own is left out.
   const auto each_other = [&](const auto& f) {
 #pragma unroll
-    for (u32 other = 0; other < kShares - 1; ++other) f(other, other + (other >= rank));
+    for (u32 other = 0; other + 1 < kShares; ++other) f(other, other + (other >= rank));
   };
   each_other([&](u32, u32 other) {
     const u32 there = kSplits == 1 ? shared_address_of(exchange, other)
@@ -1023,19 +1112,18 @@ __launch_bounds__(kTiling.threads(), 1)
     keep_registers<Registers::kCopy>();
     if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
     if (!elect_lane()) return;
-    if (kExperts && copier >= 2) {
-      if (copier == 2) list_tiles(args, block);
-    } else if (copier % 2 == 0) {
+    if (copier % 2 == 0)
       copy_codes(args, block, copier / 2);
-    } else {
+    else if (kExperts && copier == 3)
+      list_tiles(args, block);
+    else
       copy_x(args, block, copier / 2);
-    }
     return;
   }
 
   if constexpr (kSplits == 1 && !kExperts) prefetch_codes(args, block.thread);
   take_registers<Registers::kMultiply>();
-  if constexpr (kBits == 4) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
+  if constexpr (kTiling.has_table()) build_pair_table<kMultipliers>(args.values, block.thread, block.rank);
   if (kDoubleQuant && block.thread < 256)
     reinterpret_cast<float*>(block.shared + kTiling.map_offset())[block.thread] =
         reinterpret_cast<const float*>(args.weight + args.map)[block.thread];
@@ -1048,11 +1136,13 @@ __launch_bounds__(kTiling.threads(), 1)
   Tile tile, next;
   Tiles<true> tiles(args, block);
   if (!tiles.next(tile)) return;  // of experts
-  if constexpr (kSplits > 1) {
-    multiplier.multiply_split(sums, tile);
-    if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
-    share_sums(sums, block, static_cast<u32>(block.split));
-    store_tile<kShareSums>(sums, args, tile, block, block.split * kShareTokens);
+  if constexpr (kAhead == 0) {
+    do {
+      multiplier.multiply_in_turn(sums, tile);
+      if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
+      if constexpr (kSplits > 1) share_sums(sums, block, static_cast<u32>(block.split));
+      store_tile<kShareSums>(sums, args, tile, block, block.split * kShareTokens);
+    } while (kSplits == 1 && tiles.next(tile));
     return;
   }
   bool goes_on = tiles.next(next);

@@ -17,25 +17,25 @@ inline constexpr int kLargeTileSlots = 4, kLargeTileBytes = 32;
 // stage has x [tokens][64], of one or two boxes, and units of the packed weight: forward, one of each of some
 // strips, transposed, some of each of two strips.
 struct QgemmSm90LargeTiling {
-  int tokens;  // at most; a multiple of 16, above 256 of 32
-  int blocks;  // of 64 features, that a warpgroup multiplies: 1 or 2
-  // 1: two warpgroups multiply, each the features that it has. 2 or 4: four do, and so many of them have the
-  // same block of features, each its share of the stages.
-  int splits;
+  int tokens;      // at most; a multiple of 16, above 256 of 32
+  int blocks;      // of 64 features, that a warpgroup multiplies: 1 or 2
+  int warpgroups;  // that multiply: 2 or 4
+  int splits;  // of them have the same block of features, each its share of the stages; 1, of 4 also 2 or 4
   int bits;
+  bool computed;        // codes of 4 bits are integers that are computed, else they are looked up
   int group;            // columns that share a scale; 0: a row
   int parameter_bytes;  // of the parameters of a row and group
   bool double_quant;
   int stages;
   bool multicast;  // blocks of a cluster may load half of x each, for both: it comes in two boxes
-  int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared. Not of split tiles
+  int sharers;     // blocks that share a tile: 2; 4 or 8, where all tiles are shared; of four warpgroups 1
   bool experts;    // rows of x meet the weights of experts: their tiles are in a list
   // Of experts: half of the features are a gate. A tile has as many of them as of those that they open.
   bool swiglu;
 
-  HALFBYTE_FN int multipliers() const { return splits == 1 ? 256 : 512; }  // threads
-  HALFBYTE_FN int threads() const { return multipliers() + 128; }          // of a block: one warpgroup copies
-  HALFBYTE_FN int features() const { return multipliers() / 2 / splits * blocks; }
+  HALFBYTE_FN int multipliers() const { return 128 * warpgroups; }  // threads
+  HALFBYTE_FN int threads() const { return multipliers() + 128; }   // of a block: one warpgroup copies
+  HALFBYTE_FN int features() const { return 64 * warpgroups / splits * blocks; }
   HALFBYTE_FN int y_features() const { return features() / (swiglu ? 2 : 1); }
   HALFBYTE_FN int units() const { return features() / formats::kUnitRows; }  // of a stage
   HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
@@ -57,7 +57,7 @@ struct QgemmSm90LargeTiling {
   // other with swiglu; the barriers, and of experts the tiles and their barriers. A table has what is behind
   // the units, but for a map, in the other halves of its rows. Blocks of a cluster exchange sums where the
   // boxes were.
-  HALFBYTE_FN bool has_table() const { return bits == 4; }
+  HALFBYTE_FN bool has_table() const { return bits == 4 && !computed; }
   HALFBYTE_FN int barrier_bytes() const { return stages * 16; }
   HALFBYTE_FN int box_offset() const { return has_table() ? 65536 : 0; }
   HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
@@ -67,7 +67,7 @@ struct QgemmSm90LargeTiling {
   }
   // With swiglu, so many times 16 bytes of each thread, and where the i-th are. Sums of more tokens leave
   // registers for one.
-  HALFBYTE_FN int gate_groups() const { return tokens > 256 ? 1 : 2; }
+  HALFBYTE_FN int gate_groups() const { return tokens > 256 || tokens % 32 != 0 ? 1 : 2; }
   HALFBYTE_FN int gate_bytes() const { return 16 * gate_groups() * multipliers(); }
   HALFBYTE_FN int gate_offset(int thread, int i) const {
     const int number = i * multipliers() + thread;

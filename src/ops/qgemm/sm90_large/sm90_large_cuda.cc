@@ -15,9 +15,15 @@ namespace halfbyte {
 namespace {
 
 constexpr int kFewestTokens = 17;  // with fewer, the other variants of sm_90 were not timed beside it
-// Of an expert, on average: with fewer, qgemm_sm80 is ahead, forward and transposed
-// (`halfbyte bench qgemm --experts 128 --top-k 8 --m 256,512` with --variant of one and the other).
-constexpr int64_t kFewestExpertRows = 16, kFewestTransposedRows = 12;
+// Of an expert, on average: with fewer, other variants are ahead. Transposed that depends on how much is
+// summed: with 512 rows of the weight others took 1.5 times as long with 2 rows of x, with 4096 they took 0.8
+// times as long with 8 (`halfbyte bench qgemm --experts 256 --top-k 8 --shape 512x7168 --m 64,128,256` and
+// --variant).
+constexpr int64_t kFewestExpertRows = 16;
+int64_t fewest_expert_rows(const QgemmProblem& p) {
+  if (!p.transposed) return kFewestExpertRows;
+  return p.in_cols() <= 512 ? 2 : p.in_cols() <= 2048 ? 8 : 12;
+}
 constexpr int kMaxStages = 8, kMaxSplitStages = 16;
 constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
@@ -32,7 +38,7 @@ std::string refuse_weight(const QgemmProblem& p) {
 std::string refuse_experts(const QgemmProblem& p) {
   if (std::string reason = refuse_sm90_experts(p); !reason.empty()) return reason;
   const int64_t rows = ceil_div(p.m, p.experts.num);
-  const int64_t fewest = p.transposed ? kFewestTransposedRows : kFewestExpertRows;
+  const int64_t fewest = fewest_expert_rows(p);
   if (rows < fewest) return fmt::format("experts must have {} rows on average, got {}", fewest, rows);
   return "";
 }
@@ -47,11 +53,14 @@ std::string refuse(const QgemmProblem& p) {
   if (std::string reason = refuse_weight(p); !reason.empty()) return reason;
   if (p.experts.num > 0)
     if (std::string reason = refuse_experts(p); !reason.empty()) return reason;
-  // 32 bits hold extents, numbers of scales and of tiles.
+  // 32 bits hold extents, numbers of scales and of tiles, and places in the weight in steps of 16 bytes.
   constexpr int64_t kMostScales = int64_t{1} << 30, kLongest = int64_t{1} << 24;
   if (std::max({p.m, p.n, p.k}) > kLongest || p.n * p.weight.groups > kMostScales)
     return fmt::format("m, n and k must be at most {}, the number of scales {}, got {}, {}, {} and {}",
                        kLongest, kMostScales, p.m, p.n, p.k, p.n * p.weight.groups);
+  constexpr int64_t kMostBytes = int64_t{16} << 32;
+  if (p.weight.num_bytes > kMostBytes)
+    return fmt::format("a weight must have at most {} bytes, got {}", kMostBytes, p.weight.num_bytes);
   return "";
 }
 
@@ -59,21 +68,26 @@ std::string refuse(const QgemmProblem& p) {
 // takes, forward and transposed; 0: there is no such kernel, since it would gain 1 %. All clocks are those of
 // blocks on an H200, with nf4 in groups of 64, fitted to 1,096 times of 54 products, each with every kind
 // (within 5 %): `halfbyte bench qgemm --cliffs --variant qgemm_sm90_large --format nf4 --dtype bf16 --shape
-// 1024x1024,1536x2048,2048x2048,4096x4096,256x4096,4096x256 --m 128,192,256,384,512,513,768,1024,2048`.
+// 1024x1024,1536x2048,2048x2048,4096x4096,256x4096,4096x256 --m 128,192,256,384,512,513,768,1024,2048`. Those
+// of the last four are to tiles of 64 and 128 tokens what `--experts 128 --top-k 8 --shape 1536x2048 --m
+// 512,1024` and `--experts 8 --top-k 2 --shape 4096x14336 --m 64,128,256` took with each.
 struct Candidate {
-  int tokens, blocks, splits;
+  int tokens, blocks, warpgroups, splits;
   double forward, transposed;
+  bool is_wide() const { return warpgroups == 4 && splits == 1; }
 };
-constexpr Candidate kCandidates[] = {{256, 1, 1, 1030, 1250}, {288, 1, 1, 1175, 1410}, {224, 1, 1, 930, 1130},
-                                     {192, 1, 1, 775, 1025},  {160, 1, 1, 690, 945},   {128, 2, 1, 1240, 0},
-                                     {128, 1, 1, 655, 840},   {96, 1, 1, 570, 710},    {64, 1, 1, 475, 605},
-                                     {128, 1, 2, 575, 790},   {128, 1, 4, 300, 400},   {96, 1, 4, 245, 305},
-                                     {64, 1, 4, 200, 255},    {32, 1, 4, 160, 200}};
+constexpr Candidate kCandidates[] = {
+    {256, 1, 2, 1, 1030, 1250}, {288, 1, 2, 1, 1175, 1410}, {224, 1, 2, 1, 930, 1130},
+    {192, 1, 2, 1, 775, 1025},  {160, 1, 2, 1, 690, 945},   {128, 2, 2, 1, 1240, 0},
+    {128, 1, 2, 1, 655, 840},   {96, 1, 2, 1, 570, 710},    {64, 1, 2, 1, 475, 605},
+    {128, 1, 4, 2, 575, 790},   {128, 1, 4, 4, 300, 400},   {96, 1, 4, 4, 245, 305},
+    {64, 1, 4, 4, 200, 255},    {32, 1, 4, 4, 160, 200},    {112, 1, 4, 1, 1020, 1335},
+    {80, 1, 4, 1, 845, 1100},   {48, 1, 4, 1, 690, 885},    {32, 1, 4, 1, 605, 795}};
 double clocks_of(const Candidate& candidate, bool transposed) {
   return transposed ? candidate.transposed : candidate.forward;
 }
-// A candidate, and how many blocks share such tiles: 1 where they are split, else 2, or more of small ones,
-// since of others they gain nothing by it.
+// A candidate, and how many blocks share such tiles: 1 where four warpgroups multiply, else 2, or more of
+// small ones, since of others they gain nothing by it.
 struct Tile {
   const Candidate* candidate;
   int sharers;
@@ -83,7 +97,7 @@ std::vector<Tile> all_tiles() {
   std::vector<Tile> tiles;
   for (const Candidate& candidate : kCandidates)
     for (const int sharers : {1, 2, 4, 8})
-      if ((sharers == 1) == (candidate.splits > 1) && (sharers <= 2 || candidate.tokens <= kMostTokens))
+      if ((sharers == 1) == (candidate.warpgroups == 4) && (sharers <= 2 || candidate.tokens <= kMostTokens))
         tiles.push_back({&candidate, sharers});
   return tiles;
 }
@@ -92,11 +106,15 @@ std::vector<Tile> all_tiles() {
 QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile, bool swiglu = false) {
   const formats::PackedLayout& weight = problem.weight;
   QgemmSm90LargeTiling tiling{};
-  const auto [tokens, blocks, splits, forward, transposed] = *tile.candidate;
+  const auto [tokens, blocks, warpgroups, splits, forward, transposed] = *tile.candidate;
   tiling.tokens = tokens;
   tiling.blocks = blocks;
+  tiling.warpgroups = warpgroups;
   tiling.splits = splits;
   tiling.bits = problem.codec.bits;
+  // Of formats that share no kernels with tables.
+  tiling.computed =
+      problem.transposed && warpgroups == 2 && tiling.bits == 4 && (weight.has_zeros || weight.has_biases);
   tiling.group = inlined_group(problem);
   tiling.parameter_bytes = weight.scale_bytes + weight.bias_bytes + (weight.has_zeros ? 1 : 0);
   tiling.double_quant = problem.double_quant;
@@ -104,7 +122,7 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile, bo
   tiling.sharers = tile.sharers;
   tiling.experts = problem.experts.num > 0;
   tiling.swiglu = swiglu;
-  tiling.stages = splits == 1 ? kMaxStages : kMaxSplitStages;
+  tiling.stages = warpgroups == 2 ? kMaxStages : kMaxSplitStages;
   while (tiling.shared_bytes() > kSharedBytes) tiling.stages -= splits;
   return tiling;
 }
@@ -112,11 +130,12 @@ QgemmSm90LargeTiling tiling_of(const QgemmProblem& problem, const Tile& tile, bo
 // As the key of the kernel has it.
 std::string word_of(const Tile& tile) {
   const Candidate& candidate = *tile.candidate;
-  const int features = candidate.splits == 1 ? 128 * candidate.blocks : 256 / candidate.splits;
+  const int features = 64 * candidate.blocks * candidate.warpgroups / candidate.splits;
   return fmt::format("{}x{}{}", candidate.tokens, features,
-                     tile.sharers == 1   ? "-split"
-                     : tile.sharers == 2 ? ""
-                                         : fmt::format("-by-{}", tile.sharers));
+                     candidate.splits > 1  ? "-split"
+                     : candidate.is_wide() ? "-wide"
+                     : tile.sharers == 2   ? ""
+                                           : fmt::format("-by-{}", tile.sharers));
 }
 
 // How tiles are dealt out.
@@ -218,6 +237,11 @@ int most_expert_tokens(const QgemmProblem& p, bool swiglu) {
       p.transposed || p.weight.has_zeros || p.weight.has_biases || group == 16 || (swiglu && group == 32);
   return crowded ? 256 : 288;
 }
+// Whether experts have a kernel with such tiles. Of wide ones with a scale a row ptxas spills registers, too.
+bool has_experts_kernel(const QgemmProblem& p, const QgemmSm90LargeTiling& t) {
+  return t.splits == 1 && t.sharers <= 2 && t.tokens <= most_expert_tokens(p, t.swiglu) && can_be(t) &&
+         !(t.warpgroups == 4 && t.group == 0);
+}
 
 // Of experts: tiles of the kind that takes the least time, where rows are those of experts with as many each,
 // give or take what chance does. Where tiles are few, parts of what is summed. `swiglu`: the kernel does it.
@@ -234,19 +258,20 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors, bool
   };
   Division best;
   double least = std::numeric_limits<double>::max();
+  const int64_t features = swiglu ? p.y_cols() : p.out_cols();
   for (const Candidate& candidate : kCandidates) {
-    const QgemmSm90LargeTiling tiling = tiling_of(p, {&candidate, 2}, swiglu);
+    const QgemmSm90LargeTiling tiling = tiling_of(p, {&candidate, candidate.is_wide() ? 1 : 2}, swiglu);
     const double clocks = clocks_of(candidate, p.transposed);
-    if (clocks == 0 || candidate.splits > 1 || candidate.tokens > most_expert_tokens(p, swiglu) ||
-        !can_be(tiling))
-      continue;
-    const double time = tiles_of_expert(candidate.tokens) * clocks / candidate.blocks;
+    if (clocks == 0 || !has_experts_kernel(p, tiling)) continue;
+    const double tiles = tiles_of_expert(candidate.tokens) *
+                         static_cast<double>(experts.num * ceil_div(features, tiling.y_features()));
+    const double time = std::max(1.0, tiles / num_multiprocessors) * clocks;
     if (time >= least) continue;
     least = time;
     best = {};
     best.tiling = tiling;
   }
-  best.feature_tiles = ceil_div(swiglu ? p.y_cols() : p.out_cols(), best.tiling.y_features());
+  best.feature_tiles = ceil_div(features, best.tiling.y_features());
   best.token_tiles = tiles_of_rows(p, best.tiling.tokens);  // at most
   best.tokens = best.tiling.tokens;
   best.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
@@ -298,6 +323,7 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
     }
   };
   for (const Tile& tile : all_tiles()) {
+    if (tile.candidate->is_wide()) continue;
     consider(tile, tile.sharers);
     if (tile.sharers == 2) consider(tile, 1);  // none are shared
   }
@@ -312,8 +338,10 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90LargeTili
                             cuda::struct_config("QgemmSm90LargeTiling", "kTiling",
                                                 {{"tokens", t.tokens},
                                                  {"blocks", t.blocks},
+                                                 {"warpgroups", t.warpgroups},
                                                  {"splits", t.splits},
                                                  {"bits", t.bits},
+                                                 {"computed", t.computed},
                                                  {"group", t.group},
                                                  {"parameter_bytes", t.parameter_bytes},
                                                  {"double_quant", t.double_quant},
@@ -413,13 +441,14 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const auto tile = std::ranges::find(tiles, word, word_of);
   HALFBYTE_CHECK(tile != tiles.end(), usage, "qgemm_sm90_large: there is no tile {}", word);
   const QgemmSm90LargeTiling tiling = tiling_of(problem, *tile, swiglu);
-  const int most = most_expert_tokens(problem, swiglu);
   HALFBYTE_CHECK(
-      problem.experts.num == 0 || (!problem.double_quant && tiling.sharers == 2 && tiling.tokens <= most),
-      usage,
-      "qgemm_sm90_large: experts go with tiles of at most {} rows that are neither split nor shared by more "
-      "than two blocks, and without double-quant",
-      most);
+      problem.experts.num == 0 || (!problem.double_quant && has_experts_kernel(problem, tiling)), usage,
+      "qgemm_sm90_large: experts go with tiles of at most {} rows that are neither split nor shared by "
+      "more than two blocks, with wide ones where groups are smaller than a row, and without "
+      "double-quant",
+      most_expert_tokens(problem, swiglu));
+  HALFBYTE_CHECK(problem.experts.num > 0 || !tile->candidate->is_wide(), usage,
+                 "qgemm_sm90_large: tile {} is for experts", word);
   HALFBYTE_CHECK(can_be(tiling) && clocks_of(*tile->candidate, problem.transposed) > 0, usage,
                  "qgemm_sm90_large: tile {} does not go with the weight{}", word,
                  problem.transposed ? " where transposed" : "");

@@ -1,6 +1,6 @@
 // qgemm_expert_rows, before a product whose blocks have several tiles of experts' rows: lists the tiles,
 // copies rows of x to the order of experts, where they lie in another one, and makes zeros of the sums of
-// rows that no expert has. Block 0 makes the list; of the others each warp has a row.
+// rows that no expert has. Block 0 makes the list; of the others each warp has a piece of a row.
 #include "cuda/device/bulk.cuh"
 #include "ops/qgemm/weight/expert_rows_args.h"
 #include "ops/qgemm/weight/experts.cuh"
@@ -22,6 +22,23 @@ __device__ __forceinline__ void list_tiles(const QgemmExpertRowsArgs& args, int 
   if (lane == 0) args.list[0] = {listed, 0, 0, 0, 0};
 }
 
+// The chunks of a piece that a lane has, from `first` on.
+__device__ __forceinline__ void copy_piece(Words4* to, const Words4* from, i64 first, i64 chunks, bool once) {
+  constexpr int kAtOnce = kExpertRowsPiece / 32;
+  Words4 chunk[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) chunk[i] = from[min(first + 32 * i, chunks - 1)];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const i64 at = first + 32 * i;
+    if (at >= chunks) break;
+    if (once)
+      store_once(to + at, chunk[i]);
+    else
+      to[at] = chunk[i];
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
     qgemm_expert_rows(const __grid_constant__ QgemmExpertRowsArgs args) {
 #if HALFBYTE_DEVICE_ARCH >= 900
@@ -33,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
     if (warp == 0) list_tiles(args, lane);
     return;
   }
-  const i64 row = (block_index() - 1) * kWarps + warp;
+  const i64 number = (block_index() - 1) * kWarps + warp, row = number / args.pieces;
+  const i64 piece = number % args.pieces;
   if (row >= args.experts.rows) return;
   const i32 slot = slot_of(args.experts, row);
   if (slot < 0) return;
@@ -41,12 +59,9 @@ extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
     const auto* const from =
         static_cast<const Words4*>(args.x) + i64{slot / args.experts.slots_per_x} * args.chunks;
     auto* const to = static_cast<Words4*>(args.to) + row * args.chunks;
-    for (i64 i = lane; i < args.chunks; i += 32)
-      if (args.once)
-        store_once(to + i, from[i]);
-      else
-        to[i] = from[i];
+    copy_piece(to, from, piece * kExpertRowsPiece + lane, args.chunks, args.once);
   }
+  if (piece != 0) return;
   if (args.zeros == nullptr || row < clamp(args.experts.offsets[args.experts.num - 1], 0, args.experts.rows))
     return;
   for (i32 part = 0; part < args.zero_parts; ++part) {

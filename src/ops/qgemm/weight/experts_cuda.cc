@@ -85,7 +85,9 @@ QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProble
   const bool gathers = experts.rows == ExpertRows::indices;
   function_ = cuda::get_kernel(context, rows_kernel());
   const bool has_rows = gathers || experts.rows == ExpertRows::offsets;
-  grid_ = {1 + (has_rows ? ceil_div(problem.m, kExpertRowsThreads / 32) : 0), kExpertRowsThreads};
+  args_.pieces = gathers ? static_cast<int32_t>(ceil_div(args_.chunks, int64_t{kExpertRowsPiece})) : 1;
+  grid_ = {1 + (has_rows ? ceil_div(problem.m * args_.pieces, kExpertRowsThreads / 32) : 0),
+           kExpertRowsThreads};
   list_bytes_ =
       formats::round_up((1 + args_.most_tiles) * static_cast<int64_t>(sizeof(ExpertTileEntry)), 256);
   num_bytes_ = list_bytes_ + (gathers ? formats::round_up(problem.m * row_bytes, 256) : 0);

@@ -37,10 +37,10 @@ struct RingTile {
 // Registers of a thread of a block with kWarpgroups that multiply and one that copies. All begin with as many
 // as the multiprocessor has for so many threads, in steps of 8; those that copy keep what their loops take,
 // and the others get the rest.
-template <int kWarpgroups>
+template <int kWarpgroups, int kCopyRegisters = kWarpgroups == 2 ? 40 : 32>
 struct DealtRegisters {
   static constexpr int kAtFirst = 65536 / ((kWarpgroups + 1) * 128) / 8 * 8;
-  static constexpr int kCopy = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kCopy = kCopyRegisters;
   static constexpr int kMultiply = ((kWarpgroups + 1) * kAtFirst - kCopy) / kWarpgroups / 8 * 8;
 };
 
