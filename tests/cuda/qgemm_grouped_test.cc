@@ -194,7 +194,7 @@ TEST_F(QgemmGroupedDevice, SwigluInTiles) {
 // the smallest.
 QgemmGroupedDescriptor many_tiles(int64_t rows_of_expert, bool transposed) {
   QgemmGroupedDescriptor d{
-      .num_experts = 64, .m = 64 * rows_of_expert, .n = 576, .k = 136, .transposed = transposed};
+      .num_experts = 64, .m = 64 * rows_of_expert, .n = 576, .k = 72, .transposed = transposed};
   if (transposed) std::swap(d.n, d.k);
   d.variant = "qgemm_sm90_large";
   return d;
@@ -203,8 +203,9 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
   std::mt19937_64 random(5);
   const std::vector<QuantSpec> formats = testing::qgemm_formats();
   int num_checked = 0;
-  for (const int64_t rows_of_expert : {17, 35, 63, 92, 120, 150, 215})
-    for (const int kind : {0, 1, 2}) {  // forward, transposed, SwiGLU
+  for (const int64_t rows_of_expert : {17, 35, 63, 92, 150})
+    for (const int kind : {0, 1, 2}) {               // forward, transposed, SwiGLU
+      if (kind == 1 + rows_of_expert % 2) continue;  // the reference takes long
       QgemmGroupedDescriptor d = many_tiles(rows_of_expert, kind == 1);
       d.spec = formats[random() % formats.size()];
       d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
@@ -222,7 +223,7 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
       check(d, random(), testing::pick(random, testing::kRoutings));
       ++num_checked;
     }
-  EXPECT_EQ(num_checked, 21);
+  EXPECT_EQ(num_checked, 10);
 }
 
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
