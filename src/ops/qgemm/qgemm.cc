@@ -111,14 +111,14 @@ bool many_rows_pay(const QgemmProblem& p) {
 // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.
 // qgemm_sm90_large is 4 to 8 % behind cuBLAS on an H200, but for forward products of groups of 128 columns
 // and more, where it is as fast. Transposed it is 10 to 50 % behind where the weight is small, or has more
-// parameters than scales: with more than 1024 rows, decoding takes 0.77 to 1.05 times as long there, up to
-// 2048 x 2048 with 640 rows 0.87 to 1.03 times.
+// parameters than scales, but for those of 4 bits that it computes: with more than 1024 rows, decoding takes
+// 0.77 to 1.05 times as long there, up to 2048 x 2048 with 640 rows 0.87 to 1.03 times.
 bool decoding_pays(const QgemmProblem& p) {
   if (p.m >= 6144) return p.transposed || p.group < 128;
   if (!p.transposed) return false;
   if (p.m <= 1024) return p.m >= 640 && p.n <= 2048 && p.k <= 2048;
   const bool small = static_cast<double>(p.n) * static_cast<double>(p.k) <= 3072.0 * 3072;
-  return small || p.weight.has_biases || p.codec.asymmetric || p.double_quant;
+  return small || p.double_quant || (p.codec.bits != 4 && (p.weight.has_biases || p.codec.asymmetric));
 }
 
 // A view is read by qgemm_simt and qgemm_ref only. To pack it first takes as long as to read and write the

@@ -2,6 +2,8 @@
 // be.
 #pragma once
 
+#include <map>
+
 #include "ops/qgemm/qgemm_testing.h"
 
 namespace halfbyte::testing {
@@ -184,19 +186,24 @@ GroupedReference grouped_ref(const GroupedCase& test, const RoundingOf& rounding
       const int64_t row = test.slots.empty() ? i : test.slots[static_cast<size_t>(i)];
       if (expert_of[static_cast<size_t>(row)] == e) rows.push_back(row);
     }
-    const auto element = static_cast<size_t>(size_of(d.dtype));
-    for (size_t at = 0; at < rows.size(); ++at) {
+    std::map<WeightRounding, std::vector<int64_t>> rounded;
+    for (size_t at = 0; at < rows.size(); ++at) rounded[rounding_of(at, rows.size())].push_back(rows[at]);
+    for (const auto& [rounding, some] : rounded) {
       QgemmCase one = test.weights[static_cast<size_t>(e)];
-      const auto begin = static_cast<size_t>(rows[at] / p.experts.slots_per_x * in) * element;
-      one.x.bytes.assign(
-          test.x.bytes.begin() + static_cast<int64_t>(begin),
-          test.x.bytes.begin() + static_cast<int64_t>(begin) + in * static_cast<int64_t>(element));
-      const QgemmReference of_row = qgemm_ref(one.problem, one.tensors(), rounding_of(at, rows.size()));
-      for (int64_t col = 0; col < out; ++col) {
-        const auto to = static_cast<size_t>(rows[at] * out + col);
-        product[to] = of_row.y[static_cast<size_t>(col)];
-        error[to] = of_row.error[static_cast<size_t>(col)];
+      one.problem.m = std::ssize(some);
+      one.x.bytes.clear();
+      for (const int64_t row : some) {
+        const auto begin = test.x.bytes.begin() + row / p.experts.slots_per_x * in * size_of(d.dtype);
+        one.x.bytes.insert(one.x.bytes.end(), begin, begin + in * size_of(d.dtype));
       }
+      const QgemmReference of_rows = qgemm_ref(one.problem, one.tensors(), rounding);
+      for (size_t at = 0; at < some.size(); ++at)
+        for (int64_t col = 0; col < out; ++col) {
+          const auto to = static_cast<size_t>(some[at] * out + col),
+                     from = at * static_cast<size_t>(out) + static_cast<size_t>(col);
+          product[to] = of_rows.y[from];
+          error[to] = of_rows.error[from];
+        }
     }
   }
   GroupedReference result;

@@ -605,6 +605,13 @@ TEST(QgemmPlan, OrderOfVariants) {
     problem.transposed = transposed;
     EXPECT_EQ(order_of(problem), order);
   }
+  problem.m = 1025;
+  problem.n = problem.k = 4096;
+  problem.transposed = problem.weight.has_biases = true;
+  for (const int bits : {4, 8}) {
+    problem.codec.bits = bits;
+    EXPECT_EQ(order_of(problem), bits == 4 ? kUsual : kDecoded);
+  }
   problem.device.kind = DeviceKind::cpu;
   for (const int64_t m : {1, 2, 3, 64}) {
     problem.m = m;
