@@ -1435,7 +1435,8 @@ TEST_F(CheckpointTest, VerifyFindsDamage) {
       const io::VerifyItem items[] = {{&weight, &quantized, &report}, {&norm, nullptr, nullptr}};
       io::ProgressReporter reporter({});
       io::ProgressPhase progress(reporter, "verify", 1);
-      io::verify_file(source.impl(), path("out"), items, 1, progress);
+      const io::VerifyFile file[] = {{path("out"), {std::begin(items), std::end(items)}}};
+      io::verify_files(source.impl(), file, 1, progress);
     };
     verify();
     int64_t num_missed = 0, num_tried = 0;
@@ -1490,10 +1491,12 @@ TEST_F(CheckpointTest, VerifyOfWeightsMadeOfOthers) {
     first = first == 0 ? 1 : first - 1;
     const auto verify = [&](const io::OutputWeight& made_of, const io::QuantizedWeight* quantized) {
       WeightReport report;
-      const io::VerifyItem items[] = {{&made_of, quantized, &report}};
       io::ProgressReporter reporter({});
       io::ProgressPhase progress(reporter, "verify", 1);
-      io::verify_file(source.impl(), path(quantized ? "out" : "dense"), items, 2, progress);
+      // Of two files, the second may be wrong.
+      std::vector<io::VerifyFile> files = {{path("dense"), {{&weight, nullptr, nullptr}}}};
+      files.push_back({path(quantized ? "out" : "dense"), {{&made_of, quantized, &report}}});
+      io::verify_files(source.impl(), files, 2, progress);
     };
     verify(weight, nullptr);
     expect_error(ErrorCode::verify, "differs from the input", [&] { verify(wrong, nullptr); });

@@ -512,12 +512,17 @@ void OutputCheckpoint::check_sources(size_t file) const {
   for (const size_t source : files_.sources[file]) input_.files[source].input.check_unchanged();
 }
 
-void OutputCheckpoint::verify(const TensorFile& file, std::span<const VerifyItem> items, int num_threads,
+void OutputCheckpoint::verify(std::span<const TensorFile* const> files,
+                              std::vector<std::vector<VerifyItem>> items, int num_threads,
                               ProgressPhase& progress) const {
+  std::vector<VerifyFile> written;
+  for (size_t i = 0; i < files.size(); ++i)
+    written.push_back({files[i]->file_->temporary_path(), std::move(items[i])});
   try {
-    verify_file(input_, file.file_->temporary_path(), items, num_threads, progress);
+    verify_files(input_, written, num_threads, progress);
   } catch (const Error& error) {
-    if (error.code() == ErrorCode::verify) check_sources(file.index_);  // a change is why
+    if (error.code() == ErrorCode::verify)  // a change is why
+      for (const TensorFile* file : files) check_sources(file->index_);
     throw;
   }
 }

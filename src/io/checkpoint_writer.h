@@ -163,9 +163,9 @@ class OutputCheckpoint {
   std::unique_ptr<TensorFile> begin_file(size_t index, FileContent content);
   // Between steps without progress: Error(cancelled) where that is asked for.
   void poll() { reporter_.poll(); }
-  // Reads the file back, as verify_file.
-  void verify(const TensorFile& file, std::span<const VerifyItem> items, int num_threads,
-              ProgressPhase& progress) const;
+  // Reads files back, as verify_files. `items`: of each.
+  void verify(std::span<const TensorFile* const> files, std::vector<std::vector<VerifyItem>> items,
+              int num_threads, ProgressPhase& progress) const;
   void sync(TensorFile& file);
   // The files that it is made of must not have changed. `records`: of its weights, taken for a run that
   // resumes, if there is something to say of them.

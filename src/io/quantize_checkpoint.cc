@@ -115,7 +115,7 @@ class Quantizer {
   void resume_file(const Json& records, size_t file);
   // Files side by side.
   void run_files(OutputCheckpoint& writer, std::span<const size_t> files, Background& completion);
-  void complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file);
+  void complete_files(OutputCheckpoint& writer, TensorFiles& written, std::span<const size_t> numbers);
   TensorFiles write_files(const BeginFile& begin, std::span<const size_t> indices);
   std::vector<size_t> with_ranges() const;
   void find_ranges(std::span<const size_t> wanted);
@@ -940,20 +940,30 @@ void Quantizer::run_files(OutputCheckpoint& writer, std::span<const size_t> file
   }
   completion.start([this, &writer, numbers = std::vector(files.begin(), files.end()),
                     files = std::make_shared<decltype(written)>(std::move(written))] {
-    for (size_t i = 0; i < numbers.size(); ++i) complete_file(writer, std::move((*files)[i]), numbers[i]);
+    complete_files(writer, *files, numbers);
   });
 }
 
-void Quantizer::complete_file(OutputCheckpoint& writer, std::unique_ptr<TensorFile> written, size_t file) {
+void Quantizer::complete_files(OutputCheckpoint& writer, TensorFiles& written,
+                               std::span<const size_t> numbers) {
   if (options_.verify) {
     const Stopwatch verifying(report_.verify_seconds);
-    writer.verify(*written, checks_of(file), options_.num_threads, *verify_phase_);
+    std::vector<const TensorFile*> files;
+    std::vector<std::vector<VerifyItem>> checks;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      files.push_back(written[i].get());
+      checks.push_back(checks_of(numbers[i]));
+    }
+    writer.verify(files, std::move(checks), options_.num_threads, *verify_phase_);
   }
   const Stopwatch syncing(report_.sync_seconds);
-  writer.sync(*written);
-  Json records = Json::array();
-  for (const size_t i : files_.weights[file]) records.push_back(to_record(report_of(items_[i])));
-  writer.commit_file(std::move(written), &records);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    writer.sync(*written[i]);
+    Json records = Json::array();
+    for (const size_t weight : files_.weights[numbers[i]])
+      records.push_back(to_record(report_of(items_[weight])));
+    writer.commit_file(std::move(written[i]), &records);
+  }
 }
 
 // ---- The time of a run
@@ -1088,15 +1098,17 @@ Quantizer::TensorFiles Quantizer::write_sample(size_t set, const std::string& di
   }
 }
 
-// As complete_file.
+// As complete_files.
 void Quantizer::complete_sample(size_t set, const TensorFiles& written, bool is_hashed, SampleTimes& times) {
   const std::vector<size_t> files = files_of_set(set);
+  if (options_.verify) {
+    const Stopwatch verifying(times.verify);
+    std::vector<VerifyFile> checked;
+    for (size_t i = 0; i < files.size(); ++i) checked.push_back({written[i]->path(), checks_of(files[i])});
+    verify_files(input_, checked, options_.num_threads, *verify_phase_);
+  }
+  const Stopwatch syncing(times.sync);
   for (size_t i = 0; i < files.size(); ++i) {
-    if (options_.verify) {
-      const Stopwatch verifying(times.verify);
-      verify_file(input_, written[i]->path(), checks_of(files[i]), options_.num_threads, *verify_phase_);
-    }
-    const Stopwatch syncing(times.sync);
     written[i]->sync([&] { reporter_.poll(); });
     if (is_hashed) hash_file(InputFile::open(written[i]->path()), options_.num_threads, reporter_);
   }

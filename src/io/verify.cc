@@ -968,31 +968,44 @@ void compare_given(const VerifyItem& item, const Block& block, VerifyBuffers& bu
 
 }  // namespace
 
-void verify_file(const Checkpoint::Impl& source, const std::string& path, std::span<const VerifyItem> items,
-                 int num_threads, ProgressPhase& progress) {
-  WrittenFile file(path, path.substr(path.rfind('/') + 1));
-  std::vector<std::unique_ptr<Unpacker>> unpackers(items.size());
-  std::vector<const StoredTensor*> copies(items.size());
+void verify_files(const Checkpoint::Impl& source, std::span<const VerifyFile> files, int num_threads,
+                  ProgressPhase& progress) {
+  std::vector<std::unique_ptr<WrittenFile>> opened;
+  std::vector<VerifyItem> items;  // of all files
+  std::vector<std::unique_ptr<Unpacker>> unpackers;
+  struct Copy {
+    const WrittenFile* file = nullptr;
+    const StoredTensor* tensor = nullptr;
+  };
+  std::vector<Copy> copies;
   struct Task {
     size_t item;
     int64_t begin, count;  // elements, or bytes of a copy
   };
   std::vector<Task> tasks;
-  for (size_t i = 0; i < items.size(); ++i) {
-    const OutputWeight& weight = *items[i].source;
-    const int64_t most = task_elements(weight, items[i].quantized);
-    if (const QuantizedWeight* quantized = items[i].quantized) {
-      unpackers[i] = std::make_unique<Unpacker>(file, *quantized);
-      for (int64_t begin = 0, n = num_elements(weight.shape); begin < n; begin += tasks.back().count)
-        tasks.push_back({i, begin, block_at(*quantized, begin, most).count});
-    } else {
-      copies[i] = &file.take(weight.name, stored_dtype(source, weight), weight.shape);
-      const auto num_bytes = static_cast<int64_t>(copies[i]->num_bytes);
-      for (int64_t begin = 0; begin < num_bytes; begin += tasks.back().count)
-        tasks.push_back({i, begin, std::min(4 * most, num_bytes - begin)});
+  for (const VerifyFile& of : files) {
+    opened.push_back(std::make_unique<WrittenFile>(of.path, of.path.substr(of.path.rfind('/') + 1)));
+    WrittenFile& file = *opened.back();
+    for (const VerifyItem& item : of.items) {
+      const size_t i = items.size();
+      items.push_back(item);
+      unpackers.emplace_back();
+      copies.emplace_back();
+      const OutputWeight& weight = *item.source;
+      const int64_t most = task_elements(weight, item.quantized);
+      if (const QuantizedWeight* quantized = item.quantized) {
+        unpackers[i] = std::make_unique<Unpacker>(file, *quantized);
+        for (int64_t begin = 0, n = num_elements(weight.shape); begin < n; begin += tasks.back().count)
+          tasks.push_back({i, begin, block_at(*quantized, begin, most).count});
+      } else {
+        copies[i] = {&file, &file.take(weight.name, stored_dtype(source, weight), weight.shape)};
+        const auto num_bytes = static_cast<int64_t>(copies[i].tensor->num_bytes);
+        for (int64_t begin = 0; begin < num_bytes; begin += tasks.back().count)
+          tasks.push_back({i, begin, std::min(4 * most, num_bytes - begin)});
+      }
     }
+    file.check_all_taken();
   }
-  file.check_all_taken();
 
   std::vector<std::atomic<int64_t>> left(items.size());  // tasks
   for (const Task& task : tasks) ++left[task.item];
@@ -1027,7 +1040,7 @@ void verify_file(const Checkpoint::Impl& source, const std::string& path, std::s
                                  reinterpret_cast<const float*>(own.y.data()), count, begin);
                    } else {
                      std::byte* copy = own.x.reserve(count);
-                     file.read(*copies[item], begin, count, copy);
+                     copies[item].file->read(*copies[item].tensor, begin, count, copy);
                      HALFBYTE_CHECK(std::memcmp(raw, copy, num_bytes) == 0, verify,
                                     "verify: tensor \"{}\" differs from the input within bytes [{}, {})",
                                     printable(weight.name), begin, begin + count);

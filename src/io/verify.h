@@ -4,6 +4,7 @@
 
 #include <span>
 #include <string>
+#include <vector>
 
 #include "io/output_weight.h"
 #include "io/progress.h"
@@ -36,10 +37,15 @@ struct VerifyItem {
 // Bytes of buffers that verifying a weight takes on each thread.
 int64_t verify_buffer_bytes(const OutputWeight& source, const QuantizedWeight& weight);
 
-// `path` must hold the items and nothing else. Copied tensors must be equal; every decoded element must be as
-// near to its source as rounding to the nearest level allows, or what was given must decode to the same f32.
-// Error(verify) naming tensor, index and values.
-void verify_file(const Checkpoint::Impl& source, const std::string& path, std::span<const VerifyItem> items,
-                 int num_threads, ProgressPhase& progress);
+struct VerifyFile {
+  std::string path;
+  std::vector<VerifyItem> items;
+};
+// Each file must hold its items and nothing else. Copied tensors must be equal; every decoded element must be
+// as near to its source as rounding to the nearest level allows, or what was given must decode to the same
+// f32. Error(verify) naming tensor, index and values. Threads take parts of all files: of one small file many
+// would have few, and make their buffers for it.
+void verify_files(const Checkpoint::Impl& source, std::span<const VerifyFile> files, int num_threads,
+                  ProgressPhase& progress);
 
 }  // namespace halfbyte::io

@@ -649,7 +649,8 @@ void CheckpointWriter::Impl::verify(const io::OutputCheckpoint& to, const io::Te
     }
     for (const io::OutputWeight& copy : item.copies) checks.push_back({&copy, nullptr, nullptr});
   }
-  to.verify(file, checks, options.num_threads, progress);
+  const io::TensorFile* const files[] = {&file};
+  to.verify(files, {std::move(checks)}, options.num_threads, progress);
 }
 
 CheckpointReport CheckpointWriter::Impl::finish() {
