@@ -133,7 +133,7 @@ INSTANTIATE_TEST_SUITE_P(, QgemmGroupedCuda, ::testing::Range(size_t{0}, testing
 
 using QgemmGroupedDevice = testing::CudaTest;
 
-// What layouts store, of 16 bits: tiles of every width, sums in parts, each way to give rows.
+// What layouts store, of 16 bits: tiles of few and of many rows, sums in parts, each way to give rows.
 TEST_F(QgemmGroupedDevice, EveryTile) {
   std::mt19937_64 random(1);
   for (const int64_t m : {3, 40, 100, 200, 420, 900})
@@ -159,8 +159,8 @@ TEST_F(QgemmGroupedDevice, EveryTile) {
       }
 }
 
-// By qgemm_sm90_large, which makes y of both halves itself: tiles of every width, the last one cut. Then
-// there are no sums in memory.
+// By qgemm_sm90_large, which makes y of both halves itself: tiles of which the last one is cut. Then there
+// are no sums in memory.
 TEST_F(QgemmGroupedDevice, SwigluInTiles) {
   std::mt19937_64 random(3);
   for (const int64_t rows_of_expert : {17, 80, 130, 256})
@@ -205,7 +205,7 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
   int num_checked = 0;
   for (const int64_t rows_of_expert : {17, 35, 63, 92, 150})
     for (const int kind : {0, 1, 2}) {               // forward, transposed, SwiGLU
-      if (kind == 1 + rows_of_expert % 2) continue;  // the reference takes long
+      if (kind == 1 + rows_of_expert % 2) continue;  // two of the three
       QgemmGroupedDescriptor d = many_tiles(rows_of_expert, kind == 1);
       d.spec = formats[random() % formats.size()];
       d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
