@@ -203,7 +203,7 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
   std::mt19937_64 random(5);
   const std::vector<QuantSpec> formats = testing::qgemm_formats();
   int num_checked = 0;
-  for (const int64_t rows_of_expert : {17, 35, 63, 92, 150})
+  for (const int64_t rows_of_expert : {17, 35, 63, 92, 150, 250})
     for (const int kind : {0, 1, 2}) {               // forward, transposed, SwiGLU
       if (kind == 1 + rows_of_expert % 2) continue;  // two of the three
       QgemmGroupedDescriptor d = many_tiles(rows_of_expert, kind == 1);
@@ -223,7 +223,7 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
       check(d, random(), testing::pick(random, testing::kRoutings));
       ++num_checked;
     }
-  EXPECT_EQ(num_checked, 10);
+  EXPECT_EQ(num_checked, 12);
 }
 
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
