@@ -42,10 +42,6 @@ __device__ __forceinline__ u32 multiply_pair(BF16, u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-#endif
-
-HALFBYTE_FN u32 same_pair(F16, float x) { return f32_to_f16(x) * 0x10001u; }
-HALFBYTE_FN u32 same_pair(BF16, float x) { return f32_to_bf16(x) * 0x10001u; }
 
 // Codes of 4 bits, in the lower bits of each half, as elements. Exact: they are the lower bits of an element
 // to which 128 (f16: 1024) is added, and that is subtracted.
@@ -56,6 +52,10 @@ __device__ __forceinline__ u32 integer_pair(T, u32 codes) {
   const u32 above = pair_above_codes(T());
   return subtract_pair(T(), (codes & 0x000F000Fu) | above, above);
 }
+#endif
+
+HALFBYTE_FN u32 same_pair(F16, float x) { return f32_to_f16(x) * 0x10001u; }
+HALFBYTE_FN u32 same_pair(BF16, float x) { return f32_to_bf16(x) * 0x10001u; }
 
 // Two numbers of E4M3, in the lower bytes, as elements. Exact; NaN stays NaN.
 template <class T>
