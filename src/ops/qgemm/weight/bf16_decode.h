@@ -308,6 +308,8 @@ class UnitDecoder {
                               WeightRounding rounding)
       : problem_(problem),
         tensors_(tensors),
+        block_units_(static_cast<uint32_t>(problem.weight.block_cols / formats::kUnitCols)),
+        unit_bytes_(problem.weight.block_bytes / static_cast<int>(block_units_)),
         groups_(problem.weight.inlined ? formats::unit_groups(static_cast<int>(problem.weight.group)) : 1),
         is_floating_(problem.codec.kind == formats::Kind::floating),
         streams_(problem.codec.bits),
@@ -323,10 +325,17 @@ class UnitDecoder {
 
   // Makes ready to decode a unit.
   HALFBYTE_AVX512 void select(int64_t strip, int64_t unit) {
+    // Where PackedLayout::unit() has it, without divisions of 64 bits, which take as long as several lines.
     const formats::PackedLayout& p = problem_.weight;
-    codes_ = static_cast<const uint8_t*>(tensors_.weight) + p.unit(strip, unit);
-    const int64_t group = p.groups == 1 ? 0 : unit * formats::kUnitCols / p.group;
+    const uint32_t block = static_cast<uint32_t>(unit) / block_units_,
+                   place = static_cast<uint32_t>(unit) % block_units_;
+    codes_ = static_cast<const uint8_t*>(tensors_.weight) + strip * p.strip_bytes +
+             int64_t{block} * p.block_bytes +
+             place * (formats::kUnitRows * formats::kUnitCols / 8) * static_cast<uint32_t>(p.bits);
     if (group_ >= 0 && !has_scales_ && !problem_.codec.asymmetric) return;  // every group is the same
+    const int64_t group = p.groups == 1 ? 0
+                                        : static_cast<uint32_t>(unit) * uint32_t{formats::kUnitCols} /
+                                              static_cast<uint32_t>(p.group);
     if (group == group_ && strip == strip_) return;
     strip_ = strip;
     group_ = group;
@@ -353,50 +362,53 @@ class UnitDecoder {
       }
   }
 
-  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes: to
-  // the second-level cache, which has more requests under way than the first.
-  void prefetch(int64_t distance) const {
-    const formats::PackedLayout& p = problem_.weight;
-    const int64_t num_bytes = p.block_bytes * formats::kUnitCols / p.block_cols;
-    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(codes_ + distance + i, 0, 2);
+  // Of what lies `distance` bytes behind the selected unit, as much as a unit with its parameters takes, or
+  // one of several parts of it: to the second-level cache, which has more requests under way than the first.
+  void prefetch(int64_t distance, int part = 0, int num_parts = 1) const {
+    for (int i = part * 64; i < unit_bytes_; i += num_parts * 64)
+      __builtin_prefetch(codes_ + distance + i, 0, 2);
   }
 
-  // Lines [begin, end) of 16 of the selected unit: rows 2 * line and 2 * line + 1. first: tiles [0][0..1],
-  // second: tiles [1][0..1].
+  // Quarters [begin, end) of the selected unit: lines 4 * begin and on, of 16; a line has rows 2 * line and
+  // 2 * line + 1. first: tiles [0][0..1], second: tiles [1][0..1].
   template <bool kTransposed>
   HALFBYTE_AVX512 void decode(int begin, int end, Bf16Tile* first, Bf16Tile* second) const {
-    if (problem_.codec.bits == 8) {
-      for (int line = begin; line < end; ++line) {
-        decode_line8<kTransposed>(0, line, first);
-        decode_line8<kTransposed>(1, line, second);
-      }
-    } else if (problem_.codec.bits != 4) {
-      for (int line = begin; line < end; ++line) {
-        decode_stream<kTransposed>(0, line, first);
-        decode_stream<kTransposed>(1, line, second);
-      }
-    } else if (groups_ == 4) {
-      for (int line = begin; line < end; ++line) decode_line4<kTransposed, 4>(line, first, second);
-    } else if (groups_ == 2) {
-      for (int line = begin; line < end; ++line) decode_line4<kTransposed, 2>(line, first, second);
-    } else {
-      for (int line = begin; line < end; ++line) decode_line4<kTransposed, 1>(line, first, second);
-    }
+    if (problem_.codec.bits == 8) return decode_quarters8<kTransposed>(begin, end, first, second);
+    if (problem_.codec.bits != 4) return decode_streams<kTransposed>(begin, end, first, second);
+    for (int quarter = begin; quarter < end; ++quarter)
+      if (has_one_table())
+        decode_quarter<kTransposed, 1, true>(quarter, first, second);
+      else if (groups_ == 4)
+        decode_quarter<kTransposed, 4, false>(quarter, first, second);
+      else if (groups_ == 2)
+        decode_quarter<kTransposed, 2, false>(quarter, first, second);
+      else
+        decode_quarter<kTransposed, 1, false>(quarter, first, second);
+  }
+
+  // Whether codes of 4 bits stand for the same in all rows and groups, and a quarter of such a unit, forward.
+  bool has_one_table() const {
+    return problem_.codec.bits == 4 && !has_scales_ && !problem_.codec.asymmetric;
+  }
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode_by_one_table(int quarter, Bf16Tile* first,
+                                                                  Bf16Tile* second) const {
+    decode_quarter4<false, 1, true>(quarter, first, second);
   }
 
  private:
+  static constexpr int kQuarterLines = kTileLines / 4, kTableValues = 128;
   static constexpr float kMagic = 0x1p23f;  // its last bits are a code that is added
 
   template <class Vector>
   HALFBYTE_AVX512 static void store(uint16_t* to, Vector values) {
     std::memcpy(to, &values, sizeof values);
   }
-  // 64 bytes of codes, with the slots of t in order.
-  HALFBYTE_AVX512 static __m512i load_line(const uint8_t* codes, int line) {
+  // 64 bytes of codes, with the slots of t in order. swapped: of lines 2 and 3 of 4.
+  [[gnu::always_inline]] HALFBYTE_AVX512 static __m512i load_line(const uint8_t* codes, int line,
+                                                                  bool swapped) {
     const __m512i bytes = _mm512_loadu_si512(codes + line * 64);
-    return (line & 2) != 0 ? _mm512_shuffle_i64x2(bytes, bytes, 0x4E) : bytes;
+    return swapped ? _mm512_shuffle_i64x2(bytes, bytes, 0x4E) : bytes;
   }
-
   // What codes of a row stand for, before it is rounded to bf16: the product of two bf16 is exact.
   HALFBYTE_AVX512 static __m512 weights(__m512 codes, const GroupParameters& p, int row, bool has_biases) {
     const __m512 values = _mm512_sub_ps(codes, _mm512_set1_ps(p.offsets[row]));
@@ -416,7 +428,7 @@ class UnitDecoder {
   // The values of codes of a row, of each 16 bits. Of their bits those above 4 are not looked at, but for
   // those that say which group: word w of a line is of 16 columns w % 4.
   template <int kGroups>
-  HALFBYTE_AVX512 static __m512i look_up(__m512i codes, const uint16_t* table) {
+  [[gnu::always_inline]] HALFBYTE_AVX512 static __m512i look_up(__m512i codes, const uint16_t* table) {
     const __m512i first = _mm512_load_si512(table);
     if (kGroups == 1) return _mm512_permutexvar_epi16(codes, first);
     const __m512i group = kGroups == 2 ? _mm512_set4_epi32(0x00100010, 0x00100010, 0, 0)
@@ -427,26 +439,60 @@ class UnitDecoder {
     return _mm512_permutex2var_epi16(first, index, _mm512_load_si512(table + 32));
   }
 
-  template <bool kTransposed, int kGroups>
-  HALFBYTE_AVX512 void decode_line4(int line, Bf16Tile* first, Bf16Tile* second) const {
-    const __m512i codes = load_line(codes_, line);
-    const uint16_t *const even = tables_[2 * line], *const odd = tables_[2 * line + 1];
-    // Row 2 * line: even columns, odd ones; row 2 * line + 1.
-    const __m512i v0 = look_up<kGroups>(codes, even);
-    const __m512i v1 = look_up<kGroups>(_mm512_srli_epi16(codes, 4), even);
-    const __m512i v2 = look_up<kGroups>(_mm512_srli_epi16(codes, 8), odd);
-    const __m512i v3 = look_up<kGroups>(_mm512_srli_epi16(codes, 12), odd);
-    if (kTransposed) {
-      store(first[0].lines[line], _mm512_unpacklo_epi16(v0, v2));
-      store(first[1].lines[line], _mm512_unpacklo_epi16(v1, v3));
-      store(second[0].lines[line], _mm512_unpackhi_epi16(v0, v2));
-      store(second[1].lines[line], _mm512_unpackhi_epi16(v1, v3));
-    } else {
-      const int i = line / 8, row = 2 * line % kTileLines;
-      store(first[i].lines[row], v0);
-      store(second[i].lines[row], v1);
-      store(first[i].lines[row + 1], v2);
-      store(second[i].lines[row + 1], v3);
+  // Not inlined, for each to have few addresses and constants.
+  template <bool kTransposed, int kGroups, bool kOneTable>
+  [[gnu::noinline]] HALFBYTE_AVX512 void decode_quarter(int quarter, Bf16Tile* first,
+                                                        Bf16Tile* second) const {
+    decode_quarter4<kTransposed, kGroups, kOneTable>(quarter, first, second);
+  }
+  template <bool kTransposed>
+  [[gnu::noinline]] HALFBYTE_AVX512 void decode_quarters8(int begin, int end, Bf16Tile* first,
+                                                          Bf16Tile* second) const {
+    for (int line = begin * kQuarterLines; line < end * kQuarterLines; ++line) {
+      decode_line8<kTransposed>(0, line, first);
+      decode_line8<kTransposed>(1, line, second);
+    }
+  }
+  template <bool kTransposed>
+  [[gnu::noinline]] HALFBYTE_AVX512 void decode_streams(int begin, int end, Bf16Tile* first,
+                                                        Bf16Tile* second) const {
+    for (int line = begin * kQuarterLines; line < end * kQuarterLines; ++line) {
+      decode_stream<kTransposed>(0, line, first);
+      decode_stream<kTransposed>(1, line, second);
+    }
+  }
+
+  template <bool kTransposed, int kGroups, bool kOneTable>
+  [[gnu::always_inline]] HALFBYTE_AVX512 void decode_quarter4(int quarter, Bf16Tile* first,
+                                                              Bf16Tile* second) const {
+    const uint8_t* const codes_of_quarter = codes_ + quarter * kQuarterLines * 64;
+    const uint16_t* const tables = tables_[kOneTable ? 0 : quarter * 2 * kQuarterLines];
+    const int tile = kTransposed ? 0 : quarter / 2;
+    const int line = kTransposed ? quarter * kQuarterLines : quarter % 2 * 2 * kQuarterLines;
+    uint16_t* const to[2] = {first[tile].lines[line], second[tile].lines[line]};
+    const __m512i table = _mm512_load_si512(tables);
+#pragma GCC unroll 4
+    for (int i = 0; i < kQuarterLines; ++i) {
+      const __m512i codes = load_line(codes_of_quarter, i, (i & 2) != 0);
+      const auto value = [&](int nibble) HALFBYTE_AVX512 {
+        const __m512i at = _mm512_srli_epi16(codes, static_cast<unsigned>(4 * nibble));
+        if constexpr (kOneTable)
+          return _mm512_permutexvar_epi16(at, table);
+        else
+          return look_up<kGroups>(at, tables + (2 * i + nibble / 2) * kTableValues);
+      };
+      // Row 2 * line: even columns, odd ones; row 2 * line + 1.
+      const __m512i v0 = value(0), v1 = value(1), v2 = value(2), v3 = value(3);
+      for (int j = 0; j < 2; ++j) {
+        const __m512i even = j == 0 ? v0 : v1, odd = j == 0 ? v2 : v3;
+        if (kTransposed) {
+          store(to[0] + i * kTileValues + j * kTileLines * kTileValues, _mm512_unpacklo_epi16(even, odd));
+          store(to[1] + i * kTileValues + j * kTileLines * kTileValues, _mm512_unpackhi_epi16(even, odd));
+        } else {
+          store(to[j] + 2 * i * kTileValues, even);
+          store(to[j] + (2 * i + 1) * kTileValues, odd);
+        }
+      }
     }
   }
 
@@ -492,7 +538,7 @@ class UnitDecoder {
   // 32 columns of two rows.
   template <bool kTransposed>
   HALFBYTE_AVX512 void decode_line8(int half, int line, Bf16Tile* tiles) const {
-    const __m512i codes = load_line(codes_ + half * formats::kTileBytes, line);
+    const __m512i codes = load_line(codes_ + half * formats::kTileBytes, line, (line & 2) != 0);
     const __m512i magic = _mm512_castps_si512(_mm512_set1_ps(kMagic)), byte = _mm512_set1_epi32(0xFF);
     __m512 values[4];  // of each byte of the words: row 2 * line: even columns, odd ones; row 2 * line + 1
     if (is_floating_) {
@@ -529,7 +575,9 @@ class UnitDecoder {
 
   const QgemmProblem& problem_;
   const QgemmTensors& tensors_;
-  int groups_;  // of a unit
+  uint32_t block_units_;  // units of a block
+  int unit_bytes_;        // of a unit, with its share of the block's parameters
+  int groups_;            // of a unit
   bool is_floating_;
   E4m3Lookup e4m3_;
   StreamWords streams_;  // of 2, 3, 5 and 6 bits
@@ -539,7 +587,7 @@ class UnitDecoder {
   int64_t strip_ = -1, group_ = -1;    // of parameters_ and tables_
   GroupParameters parameters_[4];      // of the groups of a unit
   // bf16: of the codes of each group, 16, or for bit streams 64.
-  alignas(64) uint16_t tables_[formats::kUnitRows][128];
+  alignas(64) uint16_t tables_[formats::kUnitRows][kTableValues];
 };
 
 }  // namespace halfbyte

@@ -9,17 +9,11 @@
 // aside in memory between them it is exact. So neither threads nor blocks of the output change a byte.
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
-#include "cpu/parallel.h"
-#include "ops/qgemm/weight/bf16_rows.h"
+#include "ops/qgemm/cpu/amx/few_rows-inl.h"
 
 namespace halfbyte {
-
-struct alignas(64) F32Tile {
-  float lines[kTileLines][16];
-};
 
 // The tile of columns of 16 rows, and back.
 HALFBYTE_AVX512 inline void transpose(const F32Tile& from, F32Tile& to) {
@@ -29,21 +23,6 @@ HALFBYTE_AVX512 inline void transpose(const F32Tile& from, F32Tile& to) {
   for (int i = 0; i < kTileLines; ++i) _mm512_store_si512(to.lines[i], rows[i]);
 }
 
-// The bf16 that are valid as f32, the others 0.
-HALFBYTE_AVX512 inline __m512 load_bf16(const uint16_t* from, __mmask16 valid) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(valid, from)), 16));
-}
-// Half to even, small values too, which the instruction for it would make 0.
-HALFBYTE_AVX512 inline void store_bf16(uint16_t* to, __m512 values, __mmask16 valid) {
-  const __m512i bits = _mm512_castps_si512(values), high = _mm512_srli_epi32(bits, 16);
-  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-  const __m512i result = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q), high,
-                                              _mm512_set1_epi32(0x40));
-  _mm256_mask_storeu_epi16(to, valid, _mm512_cvtepi32_epi16(result));
-}
 // Why AMX does not take a problem, whatever the machine; empty if it does.
 inline std::string refuse_amx(const QgemmProblem& problem) {
   if (problem.in_cols() == 0) return "there is nothing to sum";
@@ -98,9 +77,7 @@ class AmxKernel : public QgemmKernel {
         backend_(std::move(backend)),
         num_threads_(effective_threads(problem.num_threads)),
         blocks_(problem, num_threads_),
-        units_per_group_(problem.weight.groups == 1 ? blocks_.units
-                                                    : problem.weight.group / formats::kUnitCols),
-        few_rows_(!problem.transposed && blocks_.m_tiles <= kFewTiles && !has_short_groups()),
+        few_rows_(problem_),
         order_(problem.codec.bits) {
     for (int column = 0; column < 32; ++column)
       for (int tile = 0; tile < 2; ++tile)
@@ -113,35 +90,21 @@ class AmxKernel : public QgemmKernel {
   std::string backend() const override { return backend_; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
-            few_rows_ ? WeightRounding::code_rounded : WeightRounding::weight_rounded};
+            few_rows_.taken() ? WeightRounding::code_rounded : WeightRounding::weight_rounded};
   }
   int64_t workspace_bytes() const override {
-    return 48 + x_bytes() + x_sums_bytes() + num_threads_ * scratch_bytes();
+    return 48 +
+           (few_rows_.taken() ? few_rows_.workspace_bytes() : x_bytes() + num_threads_ * scratch_bytes());
   }
 
   void run(const QgemmTensors& tensors, void*, void* workspace) const override {
     auto* const begin =
         static_cast<uint8_t*>(workspace) + (64 - reinterpret_cast<uintptr_t>(workspace) % 64) % 64;
+    if (few_rows_.taken()) return few_rows_.run(tensors, begin, num_threads_);
     auto* const x = reinterpret_cast<Bf16Tile*>(begin);
-    auto* const x_sums = reinterpret_cast<float*>(begin + x_bytes());
-    uint8_t* const scratch = begin + x_bytes() + x_sums_bytes();
+    uint8_t* const scratch = begin + x_bytes();
     const int threads = problem_.num_threads;
     pack(tensors, x);
-    if (few_rows_) {
-      if (problem_.weight.has_biases)
-        parallel_for(problem_.weight.groups, 16, threads, [&](int64_t first, int64_t last, int) {
-          for (int64_t group = first; group < last; ++group)
-            for (int64_t m = 0; m < blocks_.m_tiles; ++m)
-              sum_group(x, group, m, sums_of_group(x_sums, group, m));
-        });
-      // Runs of strips, which lie one behind the other: fewer starts without anything in the cache.
-      const int64_t grain = std::max<int64_t>(1, problem_.weight.strips / (8 * num_threads_));
-      parallel_for(problem_.weight.strips, grain, threads, [&](int64_t first, int64_t last, int) {
-        blocks_.m_tiles == 1 ? multiply_few_rows<1>(tensors, x, x_sums, first, last)
-                             : multiply_few_rows<2>(tensors, x, x_sums, first, last);
-      });
-      return;
-    }
     parallel_for(blocks_.out_tasks * blocks_.m_tasks, 1, threads,
                  [&](int64_t first, int64_t last, int worker) {
                    for (int64_t i = first; i < last; ++i) {
@@ -153,23 +116,14 @@ class AmxKernel : public QgemmKernel {
   }
 
  private:
-  static constexpr int kFewTiles = 2;  // of rows of x: sums of more take more tiles than there are
-  static constexpr int kQuarter = kTileLines / 4;  // lines of a unit that are decoded between products
   static constexpr int64_t kPrefetchBytes = 4096, kPrefetchStrips = 4;  // ahead of the decoder
 
-  bool has_short_groups() const {
-    return problem_.weight.inlined && problem_.weight.group < formats::kUnitCols;
-  }
   int64_t x_bytes() const {
     return blocks_.chunks * blocks_.m_tiles * blocks_.chunk_tiles * int64_t{sizeof(Bf16Tile)};
-  }
-  int64_t x_sums_bytes() const {
-    return few_rows_ && problem_.weight.has_biases ? problem_.weight.groups * blocks_.m_tiles * 64 : 0;
   }
   // Of a thread: pairs of decoded tiles of two chunks; f32 tiles.
   int64_t buffer_tiles() const { return blocks_.task_pairs * blocks_.chunk_tiles * 2; }
   int64_t scratch_bytes() const {
-    if (few_rows_) return 0;
     return 2 * buffer_tiles() * int64_t{sizeof(Bf16Tile)} +
            blocks_.task_m_tiles * blocks_.task_pairs * 2 * int64_t{sizeof(F32Tile)};
   }
@@ -210,153 +164,8 @@ class AmxKernel : public QgemmKernel {
     for (int j = 0; j < 2; ++j)
       for (int line = 0; line < kTileLines; ++line) _mm512_store_si512(to[j].lines[line], pairs[j][line]);
   }
-  template <class Float>
-  Float* sums_of_group(Float* x_sums, int64_t group, int64_t m_tile) const {
-    return x_sums + (group * blocks_.m_tiles + m_tile) * kTileLines;
-  }
-  // Sums of x over the columns of a group, for each of 16 rows.
-  HALFBYTE_AVX512 void sum_group(const Bf16Tile* x, int64_t group, int64_t m_tile, float* sums) const {
-    const int64_t begin = group * units_per_group_, end = std::min(begin + units_per_group_, blocks_.units);
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t tile = 2 * begin; tile < 2 * end; ++tile)
-      for (const auto& line : x[blocks_.x_tile(m_tile, tile)].lines) {
-        const __m512i pairs = _mm512_load_si512(line);
-        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
-        sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))));
-      }
-    _mm512_store_ps(sums, sum);
-  }
 
-  // ---- y from tiles, for both of what follows
-
-  // Columns 32 * pair of up to 16 rows from their two tiles; forward: tiles of [out][m].
-  HALFBYTE_AVX512 void store(const QgemmTensors& tensors, const F32Tile* sums, int64_t m_tile,
-                             int64_t pair) const {
-    const __m512 factor = _mm512_set1_ps(global_factor(problem_, tensors));
-    F32Tile rows[2];
-    if (!problem_.transposed)
-      for (int i = 0; i < 2; ++i) transpose(sums[i], rows[i]);
-    const int64_t num_rows = std::min<int64_t>(kTileLines, problem_.m - m_tile * kTileLines);
-    for (int64_t line = 0; line < num_rows; ++line)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t col = pair * 32 + half * 16;
-        const __mmask16 valid = first_lanes(problem_.out_cols() - col);
-        if (valid == 0) continue;
-        __m512 value = problem_.transposed ? _mm512_permutex2var_ps(_mm512_load_ps(sums[0].lines[line]),
-                                                                    _mm512_load_si512(out_places_[half]),
-                                                                    _mm512_load_ps(sums[1].lines[line]))
-                                           : _mm512_load_ps(rows[half].lines[line]);
-        value = _mm512_mul_ps(value, factor);
-        const int64_t at = (m_tile * kTileLines + line) * problem_.out_cols() + col;
-        if (problem_.f32_sums) {
-          _mm512_mask_storeu_ps(static_cast<float*>(tensors.y) + at, valid, value);
-          continue;
-        }
-        if (problem_.bias)
-          value = _mm512_add_ps(value, load_bf16(static_cast<const uint16_t*>(tensors.bias) + col, valid));
-        uint16_t* const y = static_cast<uint16_t*>(tensors.y) + at;
-        if (problem_.accumulate) value = _mm512_add_ps(value, load_bf16(y, valid));
-        store_bf16(y, value, valid);
-      }
-  }
-
-  // ---- 2. Forward, one or two tiles of rows: the sums of each group are multiplied with its scales
-
-  template <int kMTiles>
-  HALFBYTE_AVX512 void multiply_few_rows(const QgemmTensors& tensors, const Bf16Tile* x, const float* x_sums,
-                                         int64_t first_strip, int64_t last_strip) const {
-    Tiles tiles;
-    UnitDecoder decoder(problem_, tensors, WeightRounding::code_rounded);
-    GroupParameters parameters;
-    Bf16Tile weights[2][2][2];  // [the one that is multiplied, the next, by turns][j][i]
-    int now = 0;
-    decoder.select(first_strip, 0);
-    decoder.template decode<false>(0, kTileLines, weights[0][0], weights[0][1]);
-    for (int64_t strip = first_strip; strip < last_strip; ++strip) {
-      F32Tile totals[kMTiles][2] = {};
-      F32Tile sums[2][kMTiles][2];  // [group % 2][m tile][i]; added a group later, when they have arrived
-      int64_t group = 0, unit_of_group = 0;
-      for (int64_t unit = 0; unit < blocks_.units; ++unit, now ^= 1) {
-        const bool is_last = unit + 1 == blocks_.units;
-        if (!is_last || strip + 1 < last_strip) {
-          decoder.select(strip + is_last, is_last ? 0 : unit + 1);
-          decoder.prefetch(kPrefetchBytes);
-          decoder.template decode<false>(0, kTileLines, weights[now ^ 1][0], weights[now ^ 1][1]);
-        }
-        const bool begins = unit_of_group == 0, ends = ++unit_of_group == units_per_group_ || is_last;
-        if constexpr (kMTiles == 2)
-          multiply_unit<2, 0, 5>(tiles, x, unit, weights[now], begins, ends, sums[group % 2]);
-        else if (group % 2 == 0)
-          multiply_unit<1, 0>(tiles, x, unit, weights[now], begins, ends, sums[0]);
-        else
-          multiply_unit<1, 5>(tiles, x, unit, weights[now], begins, ends, sums[1]);
-        if (!ends) continue;
-        if (group > 0)
-          add_group<kMTiles>(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
-        ++group;
-        unit_of_group = 0;
-      }
-      add_group<kMTiles>(tensors, strip, group - 1, sums[(group - 1) % 2], x_sums, totals, parameters);
-      for (int m = 0; m < kMTiles; ++m) store(tensors, totals[m], m, strip);
-    }
-  }
-
-  // In tiles kSums and the next one, and kSecond and the next one for the second tile of x. With one tile of
-  // x, groups have them in turn, so that one need not wait for the one before it.
-  template <int kMTiles, int kSums, int kSecond = kSums>
-  void multiply_unit(Tiles& tiles, const Bf16Tile* x, int64_t unit, const Bf16Tile (&weights)[2][2],
-                     bool begins, bool ends, F32Tile (&sums)[kMTiles][2]) const {
-    if (begins) {
-      tiles.template zero<kSums>();
-      tiles.template zero<kSums + 1>();
-      if constexpr (kMTiles == 2) {
-        tiles.template zero<kSecond>();
-        tiles.template zero<kSecond + 1>();
-      }
-    }
-    for (int j = 0; j < 2; ++j) {
-      tiles.template load<2>(x[blocks_.x_tile(0, 2 * unit + j)]);
-      tiles.template load<3>(weights[j][0]);
-      tiles.template load<4>(weights[j][1]);
-      tiles.template multiply<kSums, 3, 2>();
-      tiles.template multiply<kSums + 1, 4, 2>();
-      if constexpr (kMTiles == 2) {
-        tiles.template load<7>(x[blocks_.x_tile(1, 2 * unit + j)]);
-        tiles.template multiply<kSecond, 3, 7>();
-        tiles.template multiply<kSecond + 1, 4, 7>();
-      }
-    }
-    if (!ends) return;
-    tiles.template store<kSums>(sums[0][0]);
-    tiles.template store<kSums + 1>(sums[0][1]);
-    if constexpr (kMTiles == 2) {
-      tiles.template store<kSecond>(sums[1][0]);
-      tiles.template store<kSecond + 1>(sums[1][1]);
-    }
-  }
-
-  template <int kMTiles>
-  HALFBYTE_AVX512 void add_group(const QgemmTensors& tensors, int64_t strip, int64_t group,
-                                 const F32Tile (&sums)[kMTiles][2], const float* x_sums,
-                                 F32Tile (&totals)[kMTiles][2], GroupParameters& parameters) const {
-    parameters.load(problem_, tensors, strip, group);
-    for (int m = 0; m < kMTiles; ++m) {
-      const __m512 x_sum =
-          problem_.weight.has_biases ? _mm512_load_ps(sums_of_group(x_sums, group, m)) : _mm512_setzero_ps();
-      for (int i = 0; i < 2; ++i)
-        for (int line = 0; line < kTileLines; ++line) {
-          const int row = i * kTileLines + line;
-          __m512 total =
-              _mm512_fmadd_ps(_mm512_load_ps(sums[m][i].lines[line]), _mm512_set1_ps(parameters.scales[row]),
-                              _mm512_load_ps(totals[m][i].lines[line]));
-          if (problem_.weight.has_biases)
-            total = _mm512_fmadd_ps(x_sum, _mm512_set1_ps(parameters.biases[row]), total);
-          _mm512_store_ps(totals[m][i].lines[line], total);
-        }
-    }
-  }
-
-  // ---- 3. Blocks of the output, by decoded weights
+  // ---- 2. Blocks of the output, by decoded weights
 
   // Decodes chunks of the weight, for some pairs of tiles of the output: [pair][tile of the chunk][2].
   template <bool kTransposed>
@@ -398,7 +207,7 @@ class AmxKernel : public QgemmKernel {
         decoder_.prefetch(prefetch_);
       }
       Bf16Tile* const first = to_ + (pair * chunk_tiles_ + tile) * 2;
-      decoder_.template decode<kTransposed>(quarter_ * kQuarter, (quarter_ + 1) * kQuarter, first,
+      decoder_.template decode<kTransposed>(quarter_, quarter_ + 1, first,
                                             first + (kTransposed ? 2 * chunk_tiles_ : 2));
       if (++quarter_ < 4) return;
       quarter_ = 0;
@@ -502,12 +311,27 @@ class AmxKernel : public QgemmKernel {
         store(tensors, sums + (m * b.task_pairs + pair) * 2, first_m + m, first_pair + pair);
   }
 
+  // Columns 32 * pair of up to 16 rows of y from their two tiles; forward: tiles of [out][m].
+  HALFBYTE_AVX512 void store(const QgemmTensors& tensors, const F32Tile* sums, int64_t m_tile,
+                             int64_t pair) const {
+    F32Tile rows[2];
+    if (!problem_.transposed)
+      for (int i = 0; i < 2; ++i) transpose(sums[i], rows[i]);
+    const int64_t num_rows = std::min<int64_t>(kTileLines, problem_.m - m_tile * kTileLines);
+    for (int64_t line = 0; line < num_rows; ++line)
+      for (int half = 0; half < 2; ++half)
+        store_outputs(problem_, tensors, m_tile * kTileLines + line, pair * 32 + half * 16,
+                      problem_.transposed ? _mm512_permutex2var_ps(_mm512_load_ps(sums[0].lines[line]),
+                                                                   _mm512_load_si512(out_places_[half]),
+                                                                   _mm512_load_ps(sums[1].lines[line]))
+                                          : _mm512_load_ps(rows[half].lines[line]));
+  }
+
   const QgemmProblem problem_;
   std::string backend_;
   int num_threads_;
   AmxBlocks blocks_;
-  int64_t units_per_group_;                // 0: a unit has several groups
-  bool few_rows_;                          // scales are applied to sums
+  FewRows<Tiles> few_rows_;
   UnitOrder order_;                        // forward
   alignas(64) int32_t out_places_[2][16];  // transposed: of columns 0 .. 15, 16 .. 31 in the two tiles
 };

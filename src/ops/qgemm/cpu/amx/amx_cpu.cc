@@ -18,7 +18,13 @@ constexpr const char* kNoTiles =
 // The tile registers of the processor, for as long as the object lives.
 class AmxTiles {
  public:
-  AmxTiles() { configure_tiles(); }
+  // line_bytes: of a line of tiles of columns, which are all but 3 and 4.
+  explicit AmxTiles(int line_bytes = 64) : line_bytes_(line_bytes) {
+    TileConfig config = kTileConfig;
+    for (int tile = 0; tile < 8; ++tile)
+      if (tile != 3 && tile != 4) config.line_bytes[tile] = static_cast<uint16_t>(line_bytes);
+    configure_tiles(config);
+  }
   ~AmxTiles() { release_tiles(); }
   AmxTiles(const AmxTiles&) = delete;
   AmxTiles& operator=(const AmxTiles&) = delete;
@@ -36,6 +42,18 @@ class AmxTiles {
   void store(F32Tile& tile) {
     asm volatile("tilestored %%tmm%c1, (%2,%3,1)" : "=m"(tile) : "i"(kTile), "r"(&tile), "r"(kLineBytes));
   }
+  // Of 16 lines, one behind the other.
+  template <int kTile>
+  void load_columns(const uint32_t* from) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(line_bytes_),
+                 "m"(*reinterpret_cast<const uint32_t(*)[16 * 16]>(from)));
+  }
+  template <int kTile>
+  void store_columns(float* to) {
+    asm volatile("tilestored %%tmm%c1, (%2,%3,1)"
+                 : "=m"(*reinterpret_cast<float(*)[16 * 16]>(to))
+                 : "i"(kTile), "r"(to), "r"(line_bytes_));
+  }
   template <int kSum, int kA, int kB>
   void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kA), "i"(kB));
@@ -43,6 +61,7 @@ class AmxTiles {
 
  private:
   static constexpr int64_t kLineBytes = 64;
+  const int64_t line_bytes_;
 };
 
 std::string refuse(const QgemmProblem& problem) {

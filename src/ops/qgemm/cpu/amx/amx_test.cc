@@ -40,8 +40,8 @@ void check_decode(const QgemmCase& test, WeightRounding rounding) {
       Bf16Tile tiles[2][2];
       std::memset(tiles, 0xFF, sizeof tiles);
       decoder.select(strip, unit);
-      decoder.decode<kTransposed>(0, 5, tiles[0], tiles[1]);
-      decoder.decode<kTransposed>(5, 16, tiles[0], tiles[1]);
+      decoder.decode<kTransposed>(0, 1, tiles[0], tiles[1]);
+      decoder.decode<kTransposed>(1, 4, tiles[0], tiles[1]);
       for (int j = 0; j < 2; ++j)
         for (int i = 0; i < 2; ++i)
           for (int line = 0; line < 16; ++line)
@@ -125,6 +125,8 @@ INSTANTIATE_TEST_SUITE_P(, QgemmBf16Decode, ::testing::Range(size_t{0}, testing:
 // fma to nearest even; then the two sums are added, and that to the tile. What is less than 2^-126 is 0.
 class EmulatedTiles {
  public:
+  explicit EmulatedTiles(int line_bytes = 64) : line_bytes_(line_bytes) {}
+
   template <int kTile>
   void zero() {
     std::memset(tiles_[kTile], 0, sizeof tiles_[kTile]);
@@ -137,6 +139,17 @@ class EmulatedTiles {
   template <int kTile>
   void store(F32Tile& tile) {
     std::memcpy(&tile, tiles_[kTile], sizeof tile);
+  }
+  template <int kTile>
+  void load_columns(const uint32_t* from) {
+    zero<kTile>();
+    for (size_t line = 0; line < 16; ++line)
+      std::memcpy(tiles_[kTile] + 64 * line, from + line * line_bytes_ / 4, line_bytes_);
+  }
+  template <int kTile>
+  void store_columns(float* to) {
+    for (size_t line = 0; line < 16; ++line)
+      std::memcpy(to + line * line_bytes_ / 4, tiles_[kTile] + 64 * line, line_bytes_);
   }
   template <int kSum, int kA, int kB>
   HALFBYTE_AVX512 void multiply() {  // for the speed of its fma
@@ -164,6 +177,7 @@ class EmulatedTiles {
 
  private:
   HALFBYTE_AVX512 static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? x * 0 : x; }
+  size_t line_bytes_;  // of a line of tiles of columns
   uint8_t tiles_[8][1024];
 };
 
@@ -239,16 +253,24 @@ TEST_P(QgemmAmx, IntegersAreExact) {
     check_product(random_descriptor(random), random(), testing::QgemmData::integers);
 }
 
-// Forward, the codes of few rows are rounded alone.
+// Forward, the codes of few rows are rounded alone: tiles of every number of columns and of groups at once,
+// one and two of them, and what is too much.
 TEST_P(QgemmAmx, OneAndTwoTilesOfRows) {
   std::mt19937_64 random(GetParam() + 200);
-  for (const int64_t m : {15, 16, 17, 25, 32, 33}) {
-    QgemmDescriptor d;
-    do d = random_descriptor(random);
-    while (d.transposed);
-    d.m = m;
-    check_product(d, random());
-  }
+  for (const int64_t group : {16, 32, 64, 128, 192, 1 << 20})
+    for (const int64_t m : {1, 2, 3, 5, 8, 9, 15, 16, 17, 32, 33}) {
+      if (testing::kSanitized && random() % 4 != 0) continue;
+      QgemmDescriptor d = random_descriptor(random);
+      d.m = m;
+      d.n = 33 + static_cast<int64_t>(random() % 40);
+      d.k = 40 + static_cast<int64_t>(random() % 700);
+      d.transposed = false;
+      d.spec.group_size = group;
+      if (group > d.k) d.spec.granularity = Granularity::channel;
+      testing::fit_format(d.spec);
+      if (testing::is_valid(d) && refuse_amx(make_qgemm_problem({}, d, 1)).empty())
+        check_product(d, random());
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(, QgemmAmx, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),

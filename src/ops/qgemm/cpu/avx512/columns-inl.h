@@ -385,7 +385,7 @@ HALFBYTE_AVX512 inline void multiply_decoded(const Run& run, int64_t begin, int6
         _mm_prefetch(memory + ahead + i, _MM_HINT_T0);
       for (int i = 0; i < num_strips; ++i) {
         decoder.select(strip + i, unit);
-        decoder.decode<true>(0, kTileLines, decoded[i][0], decoded[i][1]);
+        decoder.decode<true>(0, 4, decoded[i][0], decoded[i][1]);
       }
       const auto multiply = step == 1   ? multiply_units<1>
                             : step == 2 ? multiply_units<2>

@@ -176,7 +176,7 @@ class PanelTask {
       const int64_t strip = first_strip_ + i;
       decoder_.select(strip, unit);
       decoder_.prefetch(kAhead);
-      decoder_.decode<false>(0, kTileLines, decoded_[i][0], decoded_[i][1]);
+      decoder_.decode<false>(0, 4, decoded_[i][0], decoded_[i][1]);
       for (int half = 0; half < folds_ && !scales_weights_; ++half) {
         const int64_t group = block_groups_.load(parameters_[i][half], run_, strip, unit / block_units, half);
         groups_[half] = unit % block_units == 0 ? group : -1;

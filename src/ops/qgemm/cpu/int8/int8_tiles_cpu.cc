@@ -14,7 +14,7 @@ constexpr int64_t kWeightLine = 128, kXLine = 64, kSumLine = 128;  // bytes
 
 // Tiles 0 and 1: sums; 2: x; 4 and 5: the weight.
 constexpr Int8Tiles kMachine = {
-    configure_tiles, release_tiles,
+    [] { configure_tiles(kTileConfig); }, release_tiles,
     [](const uint8_t* weight) {
       asm volatile("tileloadd (%0,%1,1), %%tmm4\n\ttileloadd 64(%0,%1,1), %%tmm5" ::"r"(weight),
                    "r"(kWeightLine), "m"(*reinterpret_cast<const uint8_t(*)[16 * kWeightLine]>(weight)));
