@@ -1,4 +1,12 @@
 // Groups of CUDA devices: of all that there are, and at least two.
+#include <spawn.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <sstream>
+
 #include "cuda/graph.h"
 #include "cuda/nccl.h"
 #include "harness.h"
@@ -43,27 +51,93 @@ TEST_F(AllReduceCuda, SumsByNccl) {
     for (const int64_t count : {0, 1, 1000, 3000001}) testing::expect_sum(members, dtype, count, 0, 3, true);
 }
 
-// What processes do: by an id.
-TEST_F(AllReduceCuda, ConnectsByAnId) {
+// ---- Processes: this program once more, as a member of a group
+
+constexpr const char* kMember = "HALFBYTE_TEST_MEMBER";  // rank, size, what it does, id in hexadecimal
+
+// Not a test by itself.
+TEST(AllReduceProcess, IsAMember) {
+  const char* const given = std::getenv(kMember);
+  if (given == nullptr) GTEST_SKIP() << "what other tests start as a process";
+  std::istringstream words(given);
+  int rank = 0, size = 0;
+  std::string task, id;
+  words >> rank >> size >> task;
+  for (std::string byte(2, '0'); words >> byte[0] >> byte[1];)
+    id += static_cast<char>(std::stoi(byte, nullptr, 16));
+  ASSERT_EQ(id.size(), Communicator::kIdBytes);
+
+  const Device device{DeviceKind::cuda, rank};
+  const Communicator member = Communicator::connect(device, id, rank, size);
+  EXPECT_EQ(member.rank(), rank);
+  EXPECT_EQ(member.size(), size);
+  const Stream stream(device);
+  const auto sum = [&](int64_t count, float own) {
+    const std::vector<float> values(static_cast<size_t>(count), own);
+    const Memory memory(device, count * 4);
+    copy(device, memory.data(), values.data(), count * 4, stream.handle());
+    member.all_reduce({memory.data(), DType::f32, {count}, {}, device}, stream.handle());
+    std::vector<float> sums(values.size());
+    copy(device, sums.data(), memory.data(), count * 4, stream.handle());
+    stream.synchronize();
+    return sums;
+  };
+  const auto total = static_cast<float>(size * (size + 1) / 2);
+  for (const int64_t count : {1, 1000, 3000001})
+    EXPECT_EQ(std::ranges::count(sum(count, static_cast<float>(rank + 1)), total), count);
+  if (task == "sum") return;
+
+  // The last member goes without a word while the others wait for it. They stop by abort().
+  if (rank == size - 1) std::_Exit(9);
+  const Memory memory(device, 4096);
+  member.all_reduce({memory.data(), DType::f32, {1024}, {}, device}, stream.handle());
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  member.abort();
+  try {
+    member.all_reduce({memory.data(), DType::f32, {1024}, {}, device}, stream.handle());
+    ADD_FAILURE() << "goes on after abort()";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::cancelled);
+  }
+  std::_Exit(::testing::Test::HasFailure() ? 1 : 0);  // the device may still have what was enqueued
+}
+
+// Starts a process for each device and returns their exit codes.
+std::vector<int> exit_codes_of_members(size_t size, const char* task) {
+  std::string hex;
+  for (const char byte : Communicator::create_id())
+    hex += fmt::format(" {:02x}", static_cast<unsigned char>(byte)).substr(1);
+  std::vector<pid_t> processes(size);
+  for (size_t rank = 0; rank < size; ++rank) {
+    const std::string member = fmt::format("{}={} {} {} {}", kMember, rank, size, task, hex);
+    std::vector<char*> environment;
+    for (char** entry = environ; *entry != nullptr; ++entry) environment.push_back(*entry);
+    environment.insert(environment.end(), {const_cast<char*>(member.c_str()), nullptr});
+    const char* const arguments[] = {"halfbyte_cuda_tests", "--gtest_filter=AllReduceProcess.IsAMember",
+                                     "--gtest_brief=1", nullptr};
+    EXPECT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr, const_cast<char**>(arguments),
+                          environment.data()),
+              0);
+  }
+  std::vector<int> codes;
+  for (const pid_t process : processes) {
+    int status = 0;
+    EXPECT_EQ(waitpid(process, &status, 0), process);
+    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+  }
+  return codes;
+}
+
+TEST_F(AllReduceCuda, ProcessesConnectByAnId) {
   if (!cuda::find_nccl().problem.empty()) GTEST_SKIP() << cuda::find_nccl().problem;
-  const std::string id = Communicator::create_id();
-  const auto size = static_cast<int>(devices.size());
-  std::vector<std::thread> threads;
-  std::vector<float> sums(devices.size());
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      const Device device = devices[static_cast<size_t>(rank)];
-      const Communicator member = Communicator::connect(device, id, rank, size);
-      const Stream stream(device);
-      const float one = 1;
-      const Memory memory(device, 4);
-      copy(device, memory.data(), &one, 4, stream.handle());
-      member.all_reduce({memory.data(), DType::f32, {1}, {}, device}, stream.handle());
-      copy(device, &sums[static_cast<size_t>(rank)], memory.data(), 4, stream.handle());
-      stream.synchronize();
-    });
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(sums, std::vector<float>(devices.size(), static_cast<float>(size)));
+  EXPECT_EQ(exit_codes_of_members(devices.size(), "sum"), std::vector<int>(devices.size(), 0));
+}
+
+TEST_F(AllReduceCuda, ProcessesStopWaitingForOneThatIsLost) {
+  if (!cuda::find_nccl().problem.empty()) GTEST_SKIP() << cuda::find_nccl().problem;
+  std::vector<int> expected(devices.size(), 0);
+  expected.back() = 9;
+  EXPECT_EQ(exit_codes_of_members(devices.size(), "lose"), expected);
 }
 
 // Runs follow each other without a wait, in graphs too, of sizes that differ: no line is read before it is
