@@ -1181,7 +1181,11 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
     std::swap(warm.workers_, workers_);
   }
 
-  const auto sets = choose_sample(weights, kNumSets, set_bytes, std::max(kPieceBytes, block_bytes));
+  // With devices, a set that is not measured comes before: only blocks of this size, on each of them, get all
+  // kernels compiled and loaded.
+  const auto sets =
+      choose_sample(weights, kNumSets + (uses_cuda() ? 1 : 0), set_bytes, std::max(kPieceBytes, block_bytes));
+  const size_t first_measured = uses_cuda() && sets.size() > 1 ? 1 : 0;
   Quantizer sample(input_, output_, options_, alone, timer_);
   sample.devices_ = devices_;
   sample.take_sample(*this, sets);
@@ -1193,6 +1197,10 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
     sample.find_ranges(wanted);
     rates.ranges = timer.seconds() / static_cast<double>(ranges_bytes);
   }
+  if (first_measured > 0) {
+    SampleTimes ignored;
+    sample.write_sample(0, directory, sample.begin_sample(0, directory), ignored);
+  }
   CheckpointReport before, after;
   sample.workers_->add_seconds(before);
   // Of writing, and of completing.
@@ -1201,8 +1209,8 @@ SampleRates Quantizer::measure(const RunPlan& plan, const std::string& directory
   const bool overlaps = plan.overlaps && plan.batch_bytes.size() > 1;
   Background completion(overlaps);
   std::shared_ptr<TensorFiles> previous;
-  TensorFiles begun = sample.begin_sample(0, directory);
-  for (size_t set = 0; set < sets.size(); ++set) {
+  TensorFiles begun = sample.begin_sample(first_measured, directory);
+  for (size_t set = first_measured; set < sets.size(); ++set) {
     const auto bytes = static_cast<double>(sample.bytes_of_set(set));
     all_bytes += bytes;
     const bool is_beside = previous != nullptr;
