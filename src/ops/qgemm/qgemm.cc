@@ -131,8 +131,8 @@ bool packing_pays(const QgemmProblem& p) {
 }
 
 // Of one and two rows of x, tiles of AMX take 0.8 of the time of qgemm_avx512 where codes of 4 bits stand for
-// the same in every row, as they are decoded at the rate of the memory and fill the tiles with several
-// groups. Other codes take 1.2 to 1.8 times as long, and no less for two rows; of four 0.7 to 1.1.
+// the same in every row: decoding takes little then, and several groups fill the tiles. Other codes take 1.2
+// to 1.8 times as long, and no less for two rows; of four 0.7 to 1.1.
 bool tiles_are_empty(const QgemmProblem& p) {
   return p.m <= 2 && (p.transposed || p.codec.bits != 4 || p.codec.asymmetric);
 }
