@@ -376,7 +376,7 @@ class UnitDecoder {
     if (problem_.codec.bits == 8) return decode_quarters8<kTransposed>(begin, end, first, second);
     if (problem_.codec.bits != 4) return decode_streams<kTransposed>(begin, end, first, second);
     for (int quarter = begin; quarter < end; ++quarter)
-      if (has_one_table())
+      if (!has_scales_ && codes_have_one_table(problem_))
         decode_quarter<kTransposed, 1, true>(quarter, first, second);
       else if (groups_ == 4)
         decode_quarter<kTransposed, 4, false>(quarter, first, second);
@@ -386,9 +386,10 @@ class UnitDecoder {
         decode_quarter<kTransposed, 1, false>(quarter, first, second);
   }
 
-  // Whether codes of 4 bits stand for the same in all rows and groups, and a quarter of such a unit, forward.
-  bool has_one_table() const {
-    return problem_.codec.bits == 4 && !has_scales_ && !problem_.codec.asymmetric;
+  // Whether codes of 4 bits alone stand for the same in all rows and groups; and a quarter of such a unit,
+  // code-rounded, forward.
+  static bool codes_have_one_table(const QgemmProblem& problem) {
+    return problem.codec.bits == 4 && !problem.codec.asymmetric;
   }
   [[gnu::always_inline]] HALFBYTE_AVX512 void decode_by_one_table(int quarter, Bf16Tile* first,
                                                                   Bf16Tile* second) const {

@@ -9,6 +9,7 @@
 // aside in memory between them it is exact. So neither threads nor blocks of the output change a byte.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "ops/qgemm/cpu/amx/few_rows-inl.h"
@@ -317,10 +318,11 @@ class AmxKernel : public QgemmKernel {
     F32Tile rows[2];
     if (!problem_.transposed)
       for (int i = 0; i < 2; ++i) transpose(sums[i], rows[i]);
+    const float factor = global_factor(problem_, tensors);
     const int64_t num_rows = std::min<int64_t>(kTileLines, problem_.m - m_tile * kTileLines);
     for (int64_t line = 0; line < num_rows; ++line)
       for (int half = 0; half < 2; ++half)
-        store_outputs(problem_, tensors, m_tile * kTileLines + line, pair * 32 + half * 16,
+        store_outputs(problem_, tensors, factor, m_tile * kTileLines + line, pair * 32 + half * 16,
                       problem_.transposed ? _mm512_permutex2var_ps(_mm512_load_ps(sums[0].lines[line]),
                                                                    _mm512_load_si512(out_places_[half]),
                                                                    _mm512_load_ps(sums[1].lines[line]))

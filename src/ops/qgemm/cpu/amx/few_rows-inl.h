@@ -7,6 +7,8 @@
 // sum: it is that of the products of its group.
 #pragma once
 
+#include <algorithm>
+
 #include "core/arithmetic.h"
 #include "cpu/parallel.h"
 #include "ops/qgemm/cpu/amx/tiles-inl.h"
@@ -57,7 +59,7 @@ class FewRows {
         layout_(problem),
         order_(problem.codec.bits),
         columns_(layout_.columns()),
-        has_one_table_(problem.codec.bits == 4 && !problem.codec.asymmetric),
+        has_one_table_(UnitDecoder::codes_have_one_table(problem)),
         has_scales_only_(!problem.weight.has_biases && !problem.double_quant) {
     for (int v = 0; v < columns_; ++v)
       for (int lane = 0; lane < kTileLines; ++lane) {
@@ -151,7 +153,7 @@ class FewRows {
     float of[2][kTileLines * FewRowsLayout::kMaxColumns];
   };
 
-  // kOneTable: UnitDecoder::has_one_table().
+  // kOneTable: UnitDecoder::codes_have_one_table().
   template <int kMTiles, bool kOneTable>
   HALFBYTE_AVX512 void multiply_strips(const QgemmTensors& tensors, const uint32_t* x, const float* x_sums,
                                        int64_t first_strip, int64_t last_strip) const {
@@ -294,6 +296,7 @@ class FewRows {
   // y of a strip, from the totals of all slots.
   HALFBYTE_AVX512 void finish(const QgemmTensors& tensors, const Sums& totals, int64_t m_tile,
                               int64_t strip) const {
+    const float factor = global_factor(problem_, tensors);
     const int64_t first_row = m_tile * layout_.rows;
     const __m512i rows = _mm512_mullo_epi32(
         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(columns_));
@@ -302,7 +305,8 @@ class FewRows {
         __m512 sum = _mm512_setzero_ps();
         for (int slot = 0; slot < layout_.slots; ++slot)
           sum = _mm512_add_ps(sum, _mm512_i32gather_ps(rows, totals.of[i] + slot * layout_.rows + m, 4));
-        store_outputs(problem_, tensors, first_row + m, strip * formats::kUnitRows + i * kTileLines, sum);
+        store_outputs(problem_, tensors, factor, first_row + m, strip * formats::kUnitRows + i * kTileLines,
+                      sum);
       }
   }
 

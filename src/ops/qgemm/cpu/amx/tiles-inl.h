@@ -1,8 +1,6 @@
 // What the parts of `qgemm_amx` share: tiles, and y from tiles of sums.
 #pragma once
 
-#include <algorithm>
-
 #include "ops/qgemm/weight/bf16_rows.h"
 
 namespace halfbyte {
@@ -26,12 +24,12 @@ HALFBYTE_AVX512 inline void store_bf16(uint16_t* to, __m512 values, __mmask16 va
                                               _mm512_set1_epi32(0x40));
   _mm256_mask_storeu_epi16(to, valid, _mm512_cvtepi32_epi16(result));
 }
-// Outputs [row, col .. col + 15], as many as there are, from their complete sums.
+// Outputs [row, col .. col + 15], as many as there are, from their complete sums. factor: global_factor().
 HALFBYTE_AVX512 inline void store_outputs(const QgemmProblem& problem, const QgemmTensors& tensors,
-                                          int64_t row, int64_t col, __m512 sums) {
+                                          float factor, int64_t row, int64_t col, __m512 sums) {
   const __mmask16 valid = first_lanes(problem.out_cols() - col);
   if (valid == 0) return;
-  __m512 value = _mm512_mul_ps(sums, _mm512_set1_ps(global_factor(problem, tensors)));
+  __m512 value = _mm512_mul_ps(sums, _mm512_set1_ps(factor));
   const int64_t at = row * problem.out_cols() + col;
   if (problem.f32_sums) {
     _mm512_mask_storeu_ps(static_cast<float*>(tensors.y) + at, valid, value);
