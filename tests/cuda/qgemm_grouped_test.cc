@@ -226,6 +226,34 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
   EXPECT_EQ(num_checked, 12);
 }
 
+// Of few columns of y it gathers rows of x, where they lie, for all tiles of a block.
+QgemmGroupedDescriptor gathered(int64_t num_experts, int64_t rows_of_expert, bool transposed) {
+  QgemmGroupedDescriptor d = many_tiles(rows_of_expert, transposed);
+  d.num_experts = num_experts;
+  (transposed ? d.k : d.n) = 512;
+  d.rows = ExpertRows::indices;
+  d.top_k = 2;
+  d.m = num_experts * rows_of_expert / 2;
+  return d;
+}
+TEST_F(QgemmGroupedDevice, GatheredRows) {
+  std::mt19937_64 random(6);
+  for (const int64_t rows_of_expert : {17, 45, 100, 150, 250})
+    for (const bool transposed : {false, true}) {
+      QgemmGroupedDescriptor d = gathered(rows_of_expert > 100 ? 100 : 200, rows_of_expert, transposed);
+      d.spec.format = random() % 2 == 0 ? Format::nf4 : Format::int4;
+      d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
+      (transposed ? d.n : d.k) = random() % 2 == 0 ? 72 : 264;
+      d.routing_weights = random() % 2 == 0;
+      d.x_per_slot = transposed;
+      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+        if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+      // No copy of x.
+      EXPECT_LT(QgemmGroupedPlan::select(kCuda, d).workspace_size(), d.m * (transposed ? d.n : d.k) * 2);
+      check(d, random(), testing::pick(random, testing::kRoutings));
+    }
+}
+
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
     for (int empty = 0; empty < 3; ++empty) {
@@ -389,12 +417,12 @@ TEST_F(SanitizeGrouped, EveryVariant) {
 }
 
 TEST_F(SanitizeGrouped, ManyTiles) {
-  for (const bool transposed : {false, true}) {
-    const QgemmGroupedDescriptor d = many_tiles(17, transposed);
-    for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-      if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
-    check(d, 1, Routing::random, QgemmData::random, true);
-  }
+  for (const bool transposed : {false, true})
+    for (const QgemmGroupedDescriptor& d : {many_tiles(17, transposed), gathered(40, 18, transposed)}) {
+      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+        if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+      check(d, 1, Routing::random, QgemmData::random, true);
+    }
 }
 
 }  // namespace

@@ -34,6 +34,12 @@ __device__ __forceinline__ void arrive_expecting(Barrier* barrier, u32 num_bytes
                "r"(num_bytes)
                : "memory");
 }
+// The same when all that this thread copied so far by copy_async() has come: it does not wait for that.
+// Before what was copied is read by wgmma, those who waited for the phase execute fence_proxy_async().
+__device__ __forceinline__ void arrive_when_copied(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
 // Returns when the phase of this parity, the current or the one before, has ended.
 __device__ __forceinline__ void wait(Barrier* barrier, u32 parity) {
   u32 ended;

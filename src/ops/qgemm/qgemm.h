@@ -73,6 +73,7 @@ struct QgemmTensors {
   const void* forward_x = nullptr;
   float* routing_grad = nullptr;
   const void* expert_tiles = nullptr;  // the list of qgemm_expert_rows, on CUDA
+  const int32_t* rows_of_x = nullptr;  // likewise, where it lists them, too
 };
 
 // What a variant has made for a problem: chosen, compiled, ready to run.

@@ -65,8 +65,7 @@ class QgemmOneKernel : public QgemmKernel {
     }
     if (expert_rows_.is_used()) {
       expert_rows_.run(tensors, workspace, parts, sum_.parts(), sum_.stride(), stream);
-      loaded.x = expert_rows_.x(tensors, workspace);
-      loaded.expert_tiles = expert_rows_.list(workspace);
+      expert_rows_.place(loaded, workspace);
       early = can_start_early;
     }
     Args args = args_;
@@ -84,10 +83,11 @@ class QgemmOneKernel : public QgemmKernel {
     const cuda::Scope scope(context_);
     staged_x_ = QgemmStageX(context_, problem_, parts);
   }
-  // Of experts: tiles of so many rows, listed before.
-  void list_expert_rows(int64_t tile, int64_t most_width) {
+  // Of experts: tiles of so many rows, listed before, and x copied to their order where it lies in another
+  // one and the kernel does not gather it.
+  void list_expert_rows(int64_t tile, int64_t most_width, bool copies_x = true) {
     const cuda::Scope scope(context_);
-    expert_rows_ = QgemmExpertRows(context_, problem_, tile, most_width);
+    expert_rows_ = QgemmExpertRows(context_, problem_, tile, most_width, copies_x);
   }
   // `parts`: of the sums of a tile. Those of several are left in the workspace, and of one where y cannot be
   // stored by pairs. `swiglu`: the kernel does it.

@@ -63,7 +63,10 @@ static_assert(kAhead == 1 ? kSplits == 1 : kBlocks == 1 && kTokens <= 128 && kEx
 // parity only. Warpgroups that take turns do not wait for each other, so each has stages of the ring of its
 // own.
 static_assert(kStages % kSplits == 0);
-using Registers = DealtRegisters<kMultipliers / 128, kSplits == 1 ? 40 : 32>;
+// Those who gather rows of x have use for more registers, where that leaves enough for sums.
+using Registers = DealtRegisters<kMultipliers / 128, kExperts && kTokens <= 128 ? 56
+                                                     : kSplits == 1             ? 40
+                                                                                : 32>;
 using Place = RingPlace<kStages>;
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
 // A matrix instruction has at most 256 columns. Of a thread, in 64 features: sums of one, and of all.
@@ -87,6 +90,9 @@ struct alignas(16) TileSlot {
 static_assert(sizeof(TileSlot) == kLargeTileBytes);
 using LargeTileRing = TileRing<TileSlot, kLargeTileSlots>;
 
+// Whether rows of x are gathered.
+__device__ __forceinline__ bool gathers(const Args& args) { return kExperts && args.rows_of_x != nullptr; }
+
 // What a thread knows of its block: shared memory, and its own place.
 struct Block {
   u8* shared;
@@ -109,12 +115,12 @@ struct Block {
         rank(cluster_rank()) {}
 
   // By each of those who copy.
-  __device__ __forceinline__ void init_barriers(int copier) const {
+  __device__ __forceinline__ void init_barriers(int copier, bool is_gathered) const {
     for (int stage = copier; stage < kStages; stage += kCopiers) {
-      init_barrier(full + stage, 2);
+      init_barrier(full + stage, is_gathered ? 1 + 64 : 2);  // all lanes that gather arrive
       init_barrier(empty + stage, kBoxes * kMultipliers / kSplits / 32);
     }
-    if (kExperts && copier == 0) tile_ring().init_barriers(3 + kMultipliers / 32);
+    if (kExperts && copier == 0) tile_ring().init_barriers((is_gathered ? 2 : 3) + kMultipliers / 32);
   }
   __device__ __forceinline__ LargeTileRing tile_ring() const {
     return {shared + kTiling.tile_offset(), shared + kTiling.tile_barrier_offset()};
@@ -181,20 +187,31 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
   return true;
 }
 
-// Of experts, all of them, into the ring. By one lane.
-__device__ __forceinline__ void list_tiles(const Args& args, const Block& block) {
-  wait_for_earlier();
-  const int num_tiles = args.expert_tiles[0].expert;
+// Tile `number` of this block, of experts; false behind the last one.
+__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int number) {
+  return find_tile_of_experts(tile, args, args.expert_tiles[0].expert,
+                              static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x));
+}
+// It, or that there is none, into the ring. By one lane.
+__device__ __forceinline__ void list_tile(const Block& block, int number, bool found, const Tile& tile) {
   const LargeTileRing ring = block.tile_ring();
   LargeTileRing::Place place;
-  for (int index = static_cast<int>(blockIdx.x);; index += static_cast<int>(gridDim.x), place.advance()) {
-    Tile tile;
-    const bool found = find_tile_of_experts(tile, args, num_tiles, index);
-    if (!found) tile = {};
-    ring.wait_empty(place) = {tile.features,   tile.tokens, tile.part, tile.first_stage,
-                              tile.last_stage, tile.expert, tile.count};
-    ring.say_full(place);
-    if (!found) return;
+  place.stage = number % kLargeTileSlots;
+  place.parity = static_cast<u32>(number / kLargeTileSlots % 2);
+  ring.wait_empty(place) = {
+      tile.features, tile.tokens, tile.part, tile.first_stage, found ? tile.last_stage : 0,
+      tile.expert,   tile.count};
+  ring.say_full(place);
+}
+
+// All of them. By one lane.
+__device__ __forceinline__ void list_tiles(const Args& args, const Block& block) {
+  wait_for_earlier();
+  bool found = true;
+  for (int number = 0; found; ++number) {
+    Tile tile = {};
+    found = find_tile_of_experts(tile, args, number);
+    list_tile(block, number, found, tile);
   }
 }
 
@@ -411,6 +428,62 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block, int
         load_tile_multicast(box, x, token, stage * kLargeStage, full, 3);
     }
   });
+}
+
+// Rows of x of experts, wherever they lie: by two warps, four of eight rows each, of which a lane has one
+// chunk of 16 bytes. What is behind the last row does not matter. Both find the tiles by themselves, and the
+// second one lists them for others.
+__device__ __forceinline__ void gather_x(const Args& args, const Block& block, int half) {
+  constexpr int kRowBytes = kLargeStage * 2, kRowChunks = kRowBytes / 16;
+  wait_for_earlier();
+  Place place;
+  bool lists = half == 1 && block.lane == 0;
+  for (int number = -1;; ++number) {
+    if (lists) {
+      Tile next;
+      lists = find_tile_of_experts(next, args, number + 1);
+      list_tile(block, number + 1, lists, next);
+    }
+    __syncwarp();
+    if (number < 0) continue;
+    Tile tile;
+    if (!find_tile_of_experts(tile, args, number)) return;
+    // What follows from the lane is computed anew for each tile: there are no registers for it while the next
+    // one is found.
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const int chunk = lane % kRowChunks, first_row = 4 * half + lane / kRowChunks;
+    const u32 boxes =
+        shared_address(block.boxes) + static_cast<u32>(first_row * kRowBytes + (chunk ^ first_row) * 16);
+    const u8* const own_rows = block.shared + kTiling.row_offset(0) + first_row * 16;
+    const auto load_rows = [&](int i) {
+      return load_words(own_rows + (kTiling.row_offset(i) - kTiling.row_offset(0)));
+    };
+    for (int i = lane / 4 * 8 + 4 * half + lane % 4; i < kTokens; i += 64)
+      *reinterpret_cast<i32*>(block.shared + kTiling.row_offset(i)) =
+          args.rows_of_x[tile.tokens + min(i, tile.count - 1)];
+    __syncwarp();
+    for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
+      const int first = stage * kRowChunks + chunk;
+      const bool inside = first < args.row_chunks;
+      const u8* from = static_cast<const u8*>(args.x_as_it_lies) + (inside ? first * 16 : 0);
+      asm volatile("" : "+l"(from));
+      const u32 to = boxes + static_cast<u32>(place.stage * kTiling.x_bytes());
+      wait(block.empty + place.stage, place.parity ^ 1);
+      Words4 rows = load_rows(0);
+#pragma unroll
+      for (int begin = 0; begin < kTokens; begin += 32) {
+        if (begin >= tile.count) break;
+        const Words4 next = begin + 32 < kTokens ? load_rows(begin + 32) : Words4{};
+#pragma unroll
+        for (int i = 0; i < 4 && begin + 8 * i < kTokens; ++i)
+          copy_async_or_zero(to + static_cast<u32>((begin + 8 * i) * kRowBytes),
+                             from + u64{rows.word[i]} * static_cast<u32>(args.row_bytes), inside);
+        rows = next;
+      }
+      arrive_when_copied(block.full + place.stage);
+    }
+  }
 }
 
 // ---- 4. Operand A.
@@ -733,6 +806,7 @@ class Multiplier {
   // Stage `stage` of a tile, as soon as it is there.
   __device__ __forceinline__ void load(const Tile& tile, int stage) {
     wait(block_.full + loaded_.stage, loaded_.parity);
+    if (gathers(args_)) fence_proxy_async();  // those who gather do not wait, so they cannot
     operand_.load(tile, stage, loaded_.stage, 0);
   }
 
@@ -876,23 +950,30 @@ __device__ __forceinline__ void share_sums(Sums& sums, const Block& block, u32 r
 // first sum; of experts both count from the first of the tile.
 class RowsOfY {
  public:
-  __device__ __forceinline__ RowsOfY(const Args& args, const Tile& tile, int token, int last_token)
-      : token_(token), last_token_(last_token) {
+  // Of experts, slots are under way until find().
+  __device__ __forceinline__ RowsOfY(const Args& args, const Tile& tile) {
     if constexpr (kExperts) {
-      const ExpertsArgs& experts = args.experts;
-      const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
-        slots_[i] = static_cast<u32>(tile.tokens + 32 * i + lane);
-        load_where(slots_[i], 32 * i + lane < last_token && experts.slots != nullptr,
-                   experts.slots + tile.tokens + 32 * i + lane);
+        const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
+        slots_[i] = static_cast<u32>(tile.tokens + row);
+        load_where(slots_[i], row < tile.count && args.experts.slots != nullptr,
+                   args.experts.slots + tile.tokens + row);
       }
+    }
+  }
+  // `token`: the first of the lane.
+  __device__ __forceinline__ void find(const Args& args, int token, int last_token) {
+    token_ = token;
+    last_token_ = last_token;
+    if constexpr (kExperts) {
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
+        const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
         weights_[i] = bit_cast<u32>(1.0f);
-        if (32 * i + lane >= last_token || static_cast<i32>(slots_[i]) >= experts.rows) slots_[i] = kNone;
-        load_where(weights_[i], slots_[i] < kNone && experts.routing_weights != nullptr,
-                   experts.routing_weights + slots_[i]);
+        if (row >= last_token || static_cast<i32>(slots_[i]) >= args.experts.rows) slots_[i] = kNone;
+        load_where(weights_[i], slots_[i] < kNone && args.experts.routing_weights != nullptr,
+                   args.experts.routing_weights + slots_[i]);
       }
     }
   }
@@ -1077,13 +1158,13 @@ __device__ __forceinline__ void store_opened(const Sums& sums, const Args& args,
 // The same of whatever the tile is a part of. `token`: the first of those of the tile.
 template <int kCount>
 __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, const Tile& tile,
-                                           const Block& block, int token) {
+                                           const Block& block, RowsOfY& rows_of_y, int token) {
   const int feature = tile.features * kTiling.y_features() + block.column * kBlocks * kBlockFeatures +
                       feature_of(block.warp % 4, block.lane / 4);
   const int first = kExperts ? 0 : tile.tokens * args.tokens,
             last_token = kExperts ? tile.count : min(first + args.tokens, args.m);
   token += first + block.lane % 4 * 2;
-  const RowsOfY rows_of_y(args, tile, token, last_token);
+  rows_of_y.find(args, token, last_token);
   if constexpr (kSwiglu)
     store_opened(sums, args, tile, block, rows_of_y, feature);
   else if (args.partials != nullptr)
@@ -1105,19 +1186,24 @@ __launch_bounds__(kTiling.threads(), 1)
 
   let_next_start();
   const int copier = block.warp - kMultipliers / 32;
-  start_ring<kMultipliers, kCopiers>(copier, &args.x, [&] { block.init_barriers(copier); });
+  start_ring<kMultipliers, kCopiers>(copier, &args.x, [&] { block.init_barriers(copier, gathers(args)); });
   if constexpr (kTiling.multicast) cluster_arrive_relaxed();
 
   if (copier >= 0) {
     keep_registers<Registers::kCopy>();
     if constexpr (kTiling.multicast) cluster_wait();  // for the barriers of both blocks
+    if (gathers(args) && copier % 2 == 1) {
+      gather_x(args, block, copier / 2);
+      return;
+    }
     if (!elect_lane()) return;
-    if (copier % 2 == 0)
+    if (copier % 2 == 0) {
       copy_codes(args, block, copier / 2);
-    else if (kExperts && copier == 3)
+    } else if (kExperts && copier == 3) {
       list_tiles(args, block);
-    else
+    } else {
       copy_x(args, block, copier / 2);
+    }
     return;
   }
 
@@ -1138,10 +1224,11 @@ __launch_bounds__(kTiling.threads(), 1)
   if (!tiles.next(tile)) return;  // of experts
   if constexpr (kAhead == 0) {
     do {
+      RowsOfY rows_of_y(args, tile);
       multiplier.multiply_in_turn(sums, tile);
       if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
       if constexpr (kSplits > 1) share_sums(sums, block, static_cast<u32>(block.split));
-      store_tile<kShareSums>(sums, args, tile, block, block.split * kShareTokens);
+      store_tile<kShareSums>(sums, args, tile, block, rows_of_y, block.split * kShareTokens);
     } while (kSplits == 1 && tiles.next(tile));
     return;
   }
@@ -1154,12 +1241,14 @@ __launch_bounds__(kTiling.threads(), 1)
     multiplier.multiply(sums, tile, next, goes_on, leads);
     if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
     if (!kExperts && tile.shared) break;  // the last one
-    store_tile<kSums>(sums, args, tile, block, 0);
+    RowsOfY rows_of_y(args, tile);
+    store_tile<kSums>(sums, args, tile, block, rows_of_y, 0);
     if (!goes_on) return;
     tile = next;
   }
   share_sums(sums, block, block.rank);
-  store_tile<kShareSums>(sums, args, tile, block, static_cast<int>(block.rank) * kShareTokens);
+  RowsOfY rows_of_y(args, tile);
+  store_tile<kShareSums>(sums, args, tile, block, rows_of_y, static_cast<int>(block.rank) * kShareTokens);
 #endif
 }
 

@@ -63,7 +63,17 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN int unit_offset() const { return box_offset() + stages * x_bytes(); }
   HALFBYTE_FN int map_offset() const { return unit_offset() + stages * weight_bytes(); }
   HALFBYTE_FN int end_offset() const {
+    return row_list_offset() + (experts && !has_table() ? (tokens + 31) / 32 * 128 : 0);
+  }
+  // Of experts, the numbers of the rows of x that a tile has: of each 32 those of rows i, i + 8 and up
+  // together.
+  HALFBYTE_FN int row_list_offset() const {
     return map_offset() + (double_quant ? 1024 : 0) + (swiglu && !has_table() ? gate_bytes() : 0);
+  }
+  HALFBYTE_FN int row_offset(int i) const {
+    const int in_line = (i % 8 * 4 + i % 32 / 8) * 4;
+    return has_table() ? 48 * 1024 + i / 32 * 256 + 128 + in_line
+                       : row_list_offset() + i / 32 * 128 + in_line;
   }
   // With swiglu, so many times 16 bytes of each thread, and where the i-th are. Sums of more tokens leave
   // registers for one.
@@ -132,6 +142,11 @@ struct QgemmSm90LargeArgs {
   // nor last_x are used, and m is all rows.
   ExpertsArgs experts;
   const ExpertTileEntry* expert_tiles;
+  // Of experts, where rows of x are gathered: the numbers of those that rows have in the order of experts,
+  // null where x is in that order itself; x, and chunks of 16 bytes of its rows.
+  const formats::i32* rows_of_x;
+  const void* x_as_it_lies;
+  formats::i32 row_chunks, row_bytes;
 };
 
 }  // namespace halfbyte

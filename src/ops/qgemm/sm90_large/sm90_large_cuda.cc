@@ -25,7 +25,12 @@ int64_t fewest_expert_rows(const QgemmProblem& p) {
   return p.in_cols() <= 512 ? 2 : p.in_cols() <= 2048 ? 8 : 12;
 }
 constexpr int kMaxStages = 8, kMaxSplitStages = 16;
-constexpr int kSharedBytes = 227 * 1024;     // of a block of sm_90
+constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
+// Of experts, columns of y: each tile of them gathers rows of x anew, which takes longer than to load boxes
+// of a copy in their order. With 1024 and 4096 tokens, 8 of 256 experts each, 512x7168 takes 217 and 512 us,
+// and with a copy 233 and 608; 7168x256 transposed 135 and 282, and 160 and 455; 128 experts of 2048x768,
+// transposed, with 4096 tokens 285, and 261 (H200).
+constexpr int64_t kMostGatheredFeatures = 512;
 constexpr int64_t kPanelBytes = 32ll << 20;  // of x, that the second-level cache keeps
 
 // Why there are no kernels for the weight; empty if there are.
@@ -364,7 +369,8 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
                                               std::max<int64_t>(division.token_tiles, 1));
     if (has_experts) {
       args_.experts = experts_args(problem);
-      list_expert_rows(division.tokens, panel);
+      gathers_ = problem.experts.rows == ExpertRows::indices && features <= kMostGatheredFeatures;
+      list_expert_rows(division.tokens, panel, !gathers_);
     } else if (!has_aligned_x(problem)) {
       stage_x(1);
     }
@@ -387,14 +393,16 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.tokens = static_cast<int>(division.tokens);
     args_.panel = static_cast<int>(panel);
     args_.tiles = static_cast<int>(division.tiles());
-    args_.multicast = division.multicast;
+    args_.multicast = division.multicast && !gathers_;
+    args_.row_bytes = static_cast<int>(problem.in_cols() * size_of(problem.dtype));
+    args_.row_chunks = args_.row_bytes / 16;
     args_.whole = static_cast<int>(division.whole);
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
     load(kernel_of(problem, tiling_),
-         {division.blocks, tiling_.threads(), tiling_.shared_bytes(), division.cluster}, division.parts, {},
-         has_pairs_of_y(problem), tiling_.swiglu);
+         {division.blocks, tiling_.threads(), tiling_.shared_bytes(), gathers_ ? 1 : division.cluster},
+         division.parts, {}, has_pairs_of_y(problem), tiling_.swiglu);
   }
 
   PrecisionGuarantee guarantee() const override {
@@ -412,6 +420,8 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     if (problem_.experts.num == 0) args.last_x = last_tokens == 0 ? args.x : map(last_tokens);
     place_experts(args.experts, tensors);
     args.expert_tiles = static_cast<const ExpertTileEntry*>(tensors.expert_tiles);
+    args.rows_of_x = tensors.rows_of_x;
+    args.x_as_it_lies = tensors.x;
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
     args.y = tensors.y;
@@ -419,6 +429,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
   }
 
   QgemmSm90LargeTiling tiling_{};
+  bool gathers_ = false;
 };
 
 std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {

@@ -1,6 +1,7 @@
 // qgemm_expert_rows, before a product whose blocks have several tiles of experts' rows: lists the tiles,
-// copies rows of x to the order of experts, where they lie in another one, and makes zeros of the sums of
-// rows that no expert has. Block 0 makes the list; of the others each warp has a piece of a row.
+// copies rows of x to the order of experts, where they lie in another one, or finds their numbers, and makes
+// zeros of the sums of rows that no expert has. Block 0 makes the list; of the others each warp has a piece
+// of a row.
 #include "cuda/device/bulk.cuh"
 #include "ops/qgemm/weight/expert_rows_args.h"
 #include "ops/qgemm/weight/experts.cuh"
@@ -54,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
   const i64 piece = number % args.pieces;
   if (row >= args.experts.rows) return;
   const i32 slot = slot_of(args.experts, row);
+  if (args.rows_of_x != nullptr && lane == 0) args.rows_of_x[row] = max(slot, 0) / args.experts.slots_per_x;
   if (slot < 0) return;
   if (args.to != nullptr) {
     const auto* const from =

@@ -22,10 +22,11 @@ struct QgemmExpertRowsArgs {
   ExpertTileEntry* list;  // [1 + most_tiles]
   formats::i32 tile, most_tiles, most_width;
   const void* x;
-  void* to;             // x in the order of experts, [rows][chunks]; null: it lies in it
-  formats::i64 chunks;  // of 16 bytes, of a row of x
-  formats::i32 pieces;  // of a row, of kExpertRowsPiece chunks each; 1 where x is not copied
-  bool once;            // the copy is more than the second-level cache keeps: rather x is to stay there
+  void* to;                 // x in the order of experts, [rows][chunks]; null: it lies in it
+  formats::i32* rows_of_x;  // [rows]: the row of x of each in the order of experts; null: not needed
+  formats::i64 chunks;      // of 16 bytes, of a row of x
+  formats::i32 pieces;      // of a row, of kExpertRowsPiece chunks each; 1 where x is not copied
+  bool once;                // the copy is more than the second-level cache keeps: rather x is to stay there
   void* zeros;  // [zero_parts][rows], of zero_bytes: y or sums; null: rows that no expert has are not written
   formats::i64 zero_bytes;
   formats::i32 zero_parts;

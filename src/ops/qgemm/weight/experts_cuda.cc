@@ -68,7 +68,7 @@ constexpr int64_t kKeptBytes = 32 << 20;
 }  // namespace
 
 QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile,
-                                 int64_t most_width) {
+                                 int64_t most_width, bool copies_x) {
   const QgemmExperts& experts = problem.experts;
   const int64_t row_bytes = problem.in_cols() * size_of(problem.dtype);
   args_.experts = experts_args(problem);
@@ -82,19 +82,28 @@ QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProble
     args_.zero_bytes = problem.y_cols() * size_of(problem.dtype);
     args_.zero_parts = problem.accumulate ? 0 : 1;
   }
-  const bool gathers = experts.rows == ExpertRows::indices;
+  const bool is_indexed = experts.rows == ExpertRows::indices, copies = is_indexed && copies_x;
   function_ = cuda::get_kernel(context, rows_kernel());
-  const bool has_rows = gathers || experts.rows == ExpertRows::offsets;
-  args_.pieces = gathers ? static_cast<int32_t>(ceil_div(args_.chunks, int64_t{kExpertRowsPiece})) : 1;
+  const bool has_rows = is_indexed || experts.rows == ExpertRows::offsets;
+  args_.pieces = copies ? static_cast<int32_t>(ceil_div(args_.chunks, int64_t{kExpertRowsPiece})) : 1;
   grid_ = {1 + (has_rows ? ceil_div(problem.m * args_.pieces, kExpertRowsThreads / 32) : 0),
            kExpertRowsThreads};
   list_bytes_ =
       formats::round_up((1 + args_.most_tiles) * static_cast<int64_t>(sizeof(ExpertTileEntry)), 256);
-  num_bytes_ = list_bytes_ + (gathers ? formats::round_up(problem.m * row_bytes, 256) : 0);
+  const int64_t rows_bytes = formats::round_up(problem.m * int64_t{sizeof(int32_t)}, 256);
+  finds_rows_ = is_indexed && !copies_x;
+  num_bytes_ = list_bytes_ + (finds_rows_ ? rows_bytes
+                              : copies    ? formats::round_up(problem.m * row_bytes, 256)
+                                          : 0);
 }
 
-const void* QgemmExpertRows::x(const QgemmTensors& tensors, void* workspace) const {
-  return num_bytes_ > list_bytes_ ? static_cast<std::byte*>(workspace) + list_bytes_ : tensors.x;
+void QgemmExpertRows::place(QgemmTensors& tensors, void* workspace) const {
+  tensors.expert_tiles = workspace;
+  std::byte* const behind = static_cast<std::byte*>(workspace) + list_bytes_;
+  if (finds_rows_)
+    tensors.rows_of_x = reinterpret_cast<const int32_t*>(behind);
+  else if (num_bytes_ > list_bytes_)
+    tensors.x = behind;
 }
 
 void QgemmExpertRows::run(const QgemmTensors& tensors, void* workspace, void* sums, int64_t parts,
@@ -103,7 +112,11 @@ void QgemmExpertRows::run(const QgemmTensors& tensors, void* workspace, void* su
   place_experts(args.experts, tensors);
   args.list = static_cast<ExpertTileEntry*>(workspace);
   args.x = tensors.x;
-  if (num_bytes_ > list_bytes_) args.to = static_cast<std::byte*>(workspace) + list_bytes_;
+  std::byte* const behind = static_cast<std::byte*>(workspace) + list_bytes_;
+  if (finds_rows_)
+    args.rows_of_x = reinterpret_cast<int32_t*>(behind);
+  else if (num_bytes_ > list_bytes_)
+    args.to = behind;
   if (args.zero_bytes > 0) {
     args.zeros = tensors.y;
     if (sums != nullptr) {

@@ -33,25 +33,24 @@ class QgemmExpertRows {
  public:
   QgemmExpertRows() = default;  // not needed
   // In the current context, which is `context`. Rows of x are whole chunks of 16 bytes. `tile`: rows;
-  // `most_width`: tiles of an expert that are gone through together.
-  QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile,
-                  int64_t most_width);
+  // `most_width`: tiles of an expert that are gone through together; `copies_x`: where its rows lie in
+  // another order than that of experts.
+  QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile, int64_t most_width,
+                  bool copies_x);
 
   bool is_used() const { return function_ != nullptr; }
   int64_t workspace_bytes() const { return num_bytes_; }
   // `sums`: f32 [parts][m][stride], where the product leaves them; null: it stores y.
   void run(const QgemmTensors& tensors, void* workspace, void* sums, int64_t parts, int64_t stride,
            void* stream) const;
-  const ExpertTileEntry* list(void* workspace) const {
-    return static_cast<const ExpertTileEntry*>(workspace);
-  }
-  // In the order of experts.
-  const void* x(const QgemmTensors& tensors, void* workspace) const;
+  // What the product is given: the list, and x in the order of experts or, where it is not copied, the
+  // numbers of its rows.
+  void place(QgemmTensors& tensors, void* workspace) const;
 
  private:
   cuda::CUfunction function_ = nullptr;
   cuda::Grid grid_;
-  bool accumulate_ = false;
+  bool finds_rows_ = false;
   int64_t list_bytes_ = 0, num_bytes_ = 0;
   QgemmExpertRowsArgs args_{};  // but for addresses
 };
