@@ -254,6 +254,35 @@ TEST_F(QgemmGroupedDevice, GatheredRows) {
     }
 }
 
+// Few rows of many experts: blocks go from tile to tile, one, two or four at a time.
+QgemmGroupedDescriptor few_rows(int64_t rows_of_expert, int64_t summed, bool transposed) {
+  QgemmGroupedDescriptor d = many_tiles(rows_of_expert, transposed);
+  d.num_experts = 150;
+  d.m = 150 * rows_of_expert;
+  (transposed ? d.n : d.k) = summed;
+  d.variant = transposed ? "qgemm_sm90_transposed" : "qgemm_sm90_wgmma";
+  return d;
+}
+TEST_F(QgemmGroupedDevice, FewRowsOfManyTiles) {
+  std::mt19937_64 random(7);
+  for (const int64_t rows_of_expert : {1, 4, 10, 20})
+    for (const int64_t summed : {40, 72, 328, 1000})
+      for (const bool transposed : {false, true}) {
+        QgemmGroupedDescriptor d = few_rows(rows_of_expert, summed, transposed);
+        d.spec.format = random() % 2 == 0 ? Format::nf4 : Format::int4;
+        d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
+        if (random() % 2 == 0) {
+          d.rows = ExpertRows::indices;
+          d.top_k = 2;
+          d.m /= 2;
+          d.routing_weights = true;
+        }
+        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        check(d, random(), testing::pick(random, testing::kRoutings));
+      }
+}
+
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
     for (int empty = 0; empty < 3; ++empty) {
@@ -418,7 +447,8 @@ TEST_F(SanitizeGrouped, EveryVariant) {
 
 TEST_F(SanitizeGrouped, ManyTiles) {
   for (const bool transposed : {false, true})
-    for (const QgemmGroupedDescriptor& d : {many_tiles(17, transposed), gathered(40, 18, transposed)}) {
+    for (const QgemmGroupedDescriptor& d :
+         {many_tiles(17, transposed), gathered(40, 18, transposed), few_rows(4, 72, transposed)}) {
       for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
         if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
       check(d, 1, Routing::random, QgemmData::random, true);

@@ -86,13 +86,13 @@ bool wide_tiles_pay(const QgemmProblem& p) { return p.experts.num > 0 && p.weigh
 
 // Of experts, qgemm_sm90_transposed begins anew with each tile of columns, and needs many tiles: of a weight
 // of 512 rows it is no faster than qgemm_sm80 on an H100, and slower where it has 32 tiles. With more than 20
-// rows an expert qgemm_sm90_large is twice as fast as either. qgemm_sm90_wgmma likewise needs long tiles: of
-// 256 columns it takes 16 us for 8 rows and 28 for 32 where qgemm_sm80 takes 9 and 26, with 128 rows 57
-// and 71.
+// rows an expert qgemm_sm90_large is twice as fast as either. qgemm_sm90_wgmma likewise needs long tiles, or
+// many: of 256 columns of 7168 rows it takes 10.1 us for 8 rows and 20.5 for 32 where qgemm_sm80 takes 8.9
+// and 24.8 (H200).
 bool tiles_are_short_or_few(const QgemmProblem& p) {
   const int64_t experts = p.experts.num;
   if (experts == 0) return false;
-  if (!p.transposed) return p.k < 512 && p.m <= 32;
+  if (!p.transposed) return p.k < 512 && p.m <= 12;
   if (p.m > 20 * experts) return false;
   return p.n < 1024 || std::min(p.m, experts) * ceil_div(p.k, formats::kUnitCols) < 64;
 }

@@ -630,8 +630,8 @@ TEST(QgemmPlan, TheOrderOfVariantsOfExperts) {
       {256, 8, 512, 7168, true, true},     {256, 5120, 512, 7168, true, true},
       {256, 5121, 512, 7168, true, false}, {256, 32768, 512, 7168, true, false},
       {256, 8, 1024, 7168, true, false},   {256, 8, 7168, 256, true, true},
-      {256, 16, 7168, 256, true, false},   {256, 32, 7168, 256, false, true},
-      {256, 33, 7168, 256, false, false},  {256, 32, 7168, 512, false, false},
+      {256, 16, 7168, 256, true, false},   {256, 12, 7168, 256, false, true},
+      {256, 13, 7168, 256, false, false},  {256, 12, 7168, 512, false, false},
   };
   QgemmProblem problem;
   problem.device.kind = DeviceKind::cuda;

@@ -45,6 +45,22 @@ __device__ __forceinline__ Pair add_teams(const float* sums) {
   return sum;
 }
 
+// Stores them, of row `row` of y, of experts with its weight; column + 1 may lie beyond y.
+__device__ __forceinline__ void store_pair(const QgemmSm90TransposedArgs& args, i64 row, i64 column,
+                                           Pair sum) {
+  if constexpr (kExperts) {
+    if (args.partials != nullptr) {
+      *reinterpret_cast<FloatPair*>(args.partials + row * args.partial_stride + column) = {sum.even, sum.odd};
+      return;
+    }
+    const float* const weights = args.experts.routing_weights;
+    if (weights != nullptr) sum.even *= weights[row], sum.odd *= weights[row];
+  }
+  float v[2] = {sum.even, sum.odd};
+  store_two(static_cast<u16*>(args.y) + row * args.k + column, v, column + 1 < args.k, args.accumulate,
+            args.pairs);
+}
+
 // Adds up the sums of a tile over teams and blocks, and stores y. Of a cluster each block finishes half of
 // the sums, and sends its part of the other half to the other block.
 class Meeting {
@@ -99,18 +115,7 @@ class Meeting {
         even += load_shared(sent(at));
         odd += load_shared(sent(at) + 4);
       }
-      if constexpr (kGlobalScale) even *= factor, odd *= factor;
-      if constexpr (kExperts) {
-        if (args_.partials != nullptr) {
-          *reinterpret_cast<FloatPair*>(args_.partials + row * args_.partial_stride + column) = {even, odd};
-          continue;
-        }
-        const float* const weights = args_.experts.routing_weights;
-        if (weights != nullptr) even *= weights[row], odd *= weights[row];
-      }
-      float v[2] = {even, odd};
-      store_two(static_cast<u16*>(args_.y) + row * args_.k + column, v, column + 1 < args_.k,
-                args_.accumulate, args_.pairs);
+      store_pair(args_, row, column, {even * factor, odd * factor});
     }
   }
 
@@ -119,7 +124,6 @@ class Meeting {
   static constexpr int kOwn = (kPairs + kTransposedThreads - 1) / kTransposedThreads;
 
   __device__ __forceinline__ int num_rows() const { return kExperts ? tile_.num_rows : args_.m; }
-
   // Where pair number `at` of those that a block finishes comes from the other block.
   __device__ __forceinline__ u32 sent(int at) const {
     const int word = parity_ * kPairs + 2 * at;
@@ -171,12 +175,17 @@ __device__ __forceinline__ void fill_tables(const QgemmSm90TransposedArgs& args,
   }
 }
 
-__device__ __forceinline__ void multiply_tile(Product& product, const Stream& stream, const Tile& tile,
-                                              TeamStage& ring) {
+// refill(step, stage, whether this lane starts copies): where warps multiply, when a stage is free.
+template <class P, class F>
+__device__ __forceinline__ void multiply_tile(P& product, const Stream& stream, const Tile& tile,
+                                              TeamStage& ring, const F& refill) {
   product.set_tile(tile.columns, stream.strip_of(0));
   for (int step = 0; step < stream.steps(); ++step) {
     wait(stream.full(ring.stage), ring.parity);
-    product.multiply(stream, step, ring.stage);
+    if constexpr (kTiling.by_warp())
+      product.multiply(stream, ring.stage, [&](int stage, bool starts) { refill(step, stage, starts); });
+    else
+      product.multiply(stream, step, ring.stage);
     ring.stage = stream.next(ring.stage);
     if (ring.stage == stream.first()) ring.parity ^= 1;
   }
@@ -200,17 +209,114 @@ __device__ __forceinline__ void finish_tile(const QgemmSm90TransposedArgs& args,
   meeting.store();
 }
 
+// ---- 6. Of experts: the stages hold what comes next, of any tile
+
+// Warps that share a tile, and what a thread is there.
+struct TileWarps {
+  int number, teams, team, thread, threads;  // teams: a multiple of 4
+  __device__ __forceinline__ TileWarps(const QgemmSm90TransposedArgs& args, int warp)
+      : teams(kTeams / args.tiles_at_once), threads(kTransposedThreads / args.tiles_at_once) {
+    number = warp / teams;
+    team = warp % teams;
+    thread = static_cast<int>(threadIdx.x) % threads;
+  }
+  __device__ __forceinline__ void sync() const { sync_some(1 + number, threads); }
+};
+
+// The sums of some blocks of all teams meet in the half of the table that it does not use, then those of the
+// next. `slots`: of y, of the rows that the thread has.
+template <class P, int kRows>
+__device__ __forceinline__ void finish_flowing(const QgemmSm90TransposedArgs& args, const P& product,
+                                               const TileWarps& warps, const Tile& tile,
+                                               const i32 (&slots)[kRows]) {
+  constexpr int kBlockLines = kTiling.block_words() / 32, kBlockPairs = kTokens * 8;
+  constexpr int kAtOnce = min(P::kBlocks, kMeetingBytes / 128 / (kTeams * kBlockLines));  // blocks
+  constexpr int kTeamLines = kAtOnce * kBlockLines;
+  static_assert(P::kBlocks % kAtOnce == 0);
+  const int lane = static_cast<int>(threadIdx.x % 32), lines = warps.number * warps.teams * kTeamLines;
+  const float factor = global_factor(weight_of(args, tile), args.global_scale);
+#pragma unroll
+  for (int first = 0; first < P::kBlocks; first += kAtOnce) {
+    warps.sync();  // what was there is read
+    product.each_sum(first, kAtOnce, [&](int block, int r, float sum) {
+      store_shared(scratch_address(lines + warps.team * kTeamLines + block * kBlockLines + r, lane, 0), sum);
+    });
+    warps.sync();
+    for (int at = warps.thread; at < kAtOnce * kBlockPairs; at += warps.threads) {
+      const SumPlace place = P::place(first * kBlockPairs + at, 0, 1);
+      const i64 column = static_cast<i64>(tile.columns) * kUnits * kUnitCols + place.pair * 2;
+      const i32 row = kRows == 1 || place.token < 8 ? slots[0] : slots[kRows - 1];
+      if (row < 0 || column >= args.k) continue;
+      u32 from = scratch_address(lines + place.word / 32 - first * kBlockLines, lane, 0);
+      Pair sum;
+      for (int team = 0; team < warps.teams; team += 4) {
+        float even[4], odd[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i, from += kTeamLines * kScratchStride) {
+          even[i] = load_shared(from);
+          odd[i] = load_shared(from + P::kOdd / 32 * kScratchStride);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum.even += even[i], sum.odd += odd[i];
+      }
+      store_pair(args, row, column, {sum.even * factor, sum.odd * factor});
+    }
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void run_flowing(const QgemmSm90TransposedArgs& args, u8* shared) {
+  const Position at(args);
+  let_next_start();
+  const TileWarps warps(args, at.team);
+  Stream stream(args, shared, at.team, warps.team, warps.teams, 0);
+  if (at.copies) {
+    stream.init();
+    prefetch_map(&args.x);
+  }
+  fill_tables(args, shared, 0);
+  P product(args, shared, at.warp, at.lane, 0);
+  wait_for_earlier();
+  __syncthreads();
+  int number = static_cast<int>(blockIdx.x + gridDim.x * static_cast<u32>(warps.number));
+  const int apart = static_cast<int>(gridDim.x) * args.tiles_at_once;
+  const i32 row_tiles = count_row_tiles(args);
+  Tile tile;
+  if (!find_tile(tile, args, row_tiles, number)) return;
+  stream.set_tile(tile);
+  Flow flow(stream, args, row_tiles, number, apart);
+  for (int i = 0; i < kStages; ++i) flow.load_next(stream.first() + i, at.copies);
+
+  TeamStage ring{stream.first()};
+  for (;;) {
+    Tile next;
+    number += apart;
+    const bool goes_on = find_tile(next, args, row_tiles, number);  // early: it takes a while
+    i32 slots[kTokens / 8];
+#pragma unroll
+    for (int i = 0; i < kTokens / 8; ++i) {
+      const int token = 8 * i + at.lane % 4 * 2 + warps.thread / 32 % 2;
+      slots[i] = token < tile.num_rows ? slot_of(args.experts, tile.first_row + token) : -1;
+    }
+    multiply_tile(product, stream, tile, ring,
+                  [&](int, int stage, bool starts) { flow.load_next(stage, starts); });
+    finish_flowing(args, product, warps, tile, slots);
+    if (!goes_on) return;
+    tile = next;
+  }
+}
+
 __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* shared) {
   const Position at(args);
   let_next_start();
-  Stream stream(args, shared, at.team, at.rank);
+  Stream stream(args, shared, at.team, at.team, kTeams, at.rank);
   if (at.copies) {
     stream.init();
     prefetch_map(&args.x);
   }
   Tile tile;
   const auto start = [&] {
-    if (!find_tile(tile, args, at.cluster)) return false;
+    if (!find_tile(tile, args, count_row_tiles(args), at.cluster)) return false;
     stream.set_tile(tile);
     if (at.copies) stream.start_weight();
     return true;
@@ -230,10 +336,14 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     Tile next;
     bool goes_on = false;
     const auto find_next = [&] {
-      goes_on = find_tile(next, args, at.cluster + (number + 1) * at.num_clusters);
+      goes_on = find_tile(next, args, count_row_tiles(args), at.cluster + (number + 1) * at.num_clusters);
     };
     if (kExperts) find_next();  // early: it takes a while
-    multiply_tile(product, stream, tile, ring);
+    multiply_tile(product, stream, tile, ring, [&](int step, int stage, bool starts) {
+      if (step + kStages >= stream.steps() || !starts) return;
+      stream.load_weight(step + kStages, stage);
+      stream.load_x(step + kStages, stage);
+    });
     finish_tile(args, shared, product, at, tile, number);
     if (!kExperts) find_next();
     if (!goes_on) return;
@@ -251,7 +361,10 @@ extern "C" __global__ void __launch_bounds__(kTransposedThreads, 1)
     qgemm_sm90_transposed(const __grid_constant__ QgemmSm90TransposedArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) u8 shared[];
-  run(args, shared);
+  if constexpr (kFlows)
+    run_flowing<Product>(args, shared);
+  else
+    run(args, shared);
 #endif
 }
 

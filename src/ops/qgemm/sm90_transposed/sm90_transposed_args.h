@@ -8,6 +8,8 @@
 namespace halfbyte {
 
 inline constexpr int kTransposedThreads = 512;
+// Of the half of the table that it does not use.
+inline constexpr int kMeetingBytes = 32768;
 
 // What the kernel is compiled for beside types, and how its shared memory lies; all sizes in bytes.
 struct QgemmSm90TransposedTiling {
@@ -40,8 +42,13 @@ struct QgemmSm90TransposedTiling {
   HALFBYTE_FN int teams() const { return kTransposedThreads / (by_warp() ? 32 : 128); }
   HALFBYTE_FN int strips() const { return by_warp() && units == 2 ? 1 : 2; }
 
-  // What blocks of a cluster send each other lies in the half of the table that it does not use, or in memory
-  // of its own: twice, for one tile and the next, half of the sums.
+  // Whether the stages hold what comes next, of any tile, while the sums of one meet in the half of the table
+  // that it does not use: of experts, which have many tiles, where warps multiply. Blocks share none of
+  // these.
+  HALFBYTE_FN bool flows() const { return experts && by_warp() && bits == 4; }
+
+  // What blocks of a cluster send each other lies in that half, or in memory of its own: twice, for one tile
+  // and the next, half of the sums.
   HALFBYTE_FN int table_bytes() const { return bits == 4 ? 65536 : tokens * units * formats::kUnitCols * 4; }
   HALFBYTE_FN int box_bytes() const { return tokens * strips() * formats::kUnitRows * 2; }
   HALFBYTE_FN int stage_bytes() const {  // of all teams
@@ -63,7 +70,7 @@ struct QgemmSm90TransposedTiling {
   HALFBYTE_FN int map() const { return barriers() + 2 * stages * teams() * 8; }
   HALFBYTE_FN int shared_bytes() const { return map() + (double_quant ? 256 * 4 : 0); }
   // Whether the stages have room for the exchange.
-  HALFBYTE_FN bool fits() const { return exchange_bytes() <= stages * stage_bytes(); }
+  HALFBYTE_FN bool fits() const { return flows() ? stages >= 2 : exchange_bytes() <= stages * stage_bytes(); }
 };
 
 struct QgemmSm90TransposedArgs {
@@ -88,7 +95,9 @@ struct QgemmSm90TransposedArgs {
   bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
   bool pairs;  // two neighbours of y are at a multiple of their bytes
-  // Of experts. partials: [m][partial_stride]; null: y is stored.
+  // Of experts. tiles_at_once: of a block, 1, 2 or 4, each with tiles of its own, where the stages flow.
+  // partials: [m][partial_stride]; null: y is stored.
+  int tiles_at_once;
   ExpertsArgs experts;
   const ExpertTileEntry* expert_tiles;
   float* partials;

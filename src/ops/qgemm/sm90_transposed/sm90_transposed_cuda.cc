@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #include "core/arithmetic.h"
@@ -86,8 +87,9 @@ bool can_be(const QgemmSm90TransposedTiling& t) {
 }
 
 struct Division {
-  int units = 1;    // of 64 columns, that a tile has
-  int cluster = 1;  // blocks that share the rows of a tile
+  int units = 1;          // of 64 columns, that a tile has
+  int cluster = 1;        // blocks that share the rows of a tile
+  int tiles_at_once = 1;  // of a block, whose warps are divided among them
 };
 
 // What takes the least time by this model, in units of the packed layout: those of a tile of one unit come in
@@ -96,20 +98,40 @@ struct Division {
 // `halfbyte bench qgemm --direction transposed --m 8,16,32,64 --model llama-8b,llama-70b`.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   constexpr double kRound = 70, kClusterRound = 30;
+  // Where stages flow, of each warp; what it costs that twice as many tiles are under way (28672x4096: 126 us
+  // with one at a time, 133 with two, which the model otherwise calls 3 % faster).
+  constexpr double kFlowingRound = 3, kMoreAtOnce = 1.05;
   const int tokens = tokens_of(p);
   const double single = tokens <= 8 ? 1.2 : tokens <= 16 ? 1.05 : 1.4;
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int units : {2, 1}) {
-    if (!can_be(tiling_of(p, tokens, units))) continue;
-    for (const int cluster : {1, 2}) {
-      const int64_t tiles = ceil_div(p.k, units * formats::kUnitCols) * likely_expert_tiles(p, tokens);
-      const auto rounds = static_cast<double>(ceil_div(tiles, num_multiprocessors / cluster));
-      const double tile = static_cast<double>(p.weight.strips) * units * (units == 1 ? single : 1) / cluster;
-      const double time = rounds * (tile + kRound + (cluster - 1) * kClusterRound);
-      if (time >= least) continue;
-      best = {units, cluster};
+    const QgemmSm90TransposedTiling tiling = tiling_of(p, tokens, units);
+    if (!can_be(tiling)) continue;
+    const double tiles =
+        static_cast<double>(ceil_div(p.k, units * formats::kUnitCols)) * likely_expert_tiles(p, tokens);
+    const double unit = units * (units == 1 ? single : 1);
+    const auto consider = [&](const Division& division, double time) {
+      if (time >= least) return;
+      best = division;
       least = time;
+    };
+    if (tiling.flows()) {
+      // A round lasts as long as the steps of one of the warps.
+      for (const int at_once : {1, 2, 4}) {
+        const double rounds = std::ceil(tiles / (num_multiprocessors * at_once));
+        const auto steps = static_cast<double>(
+            ceil_div(p.weight.strips, tiling.strips() * (tiling.teams() / at_once)) * tiling.strips());
+        const double slower = at_once == 1 ? 1 : at_once == 2 ? kMoreAtOnce : kMoreAtOnce * kMoreAtOnce;
+        consider({units, 1, at_once}, rounds * (steps + kFlowingRound) * unit * tiling.teams() * slower);
+      }
+      continue;
+    }
+    for (const int cluster : {1, 2}) {
+      const int clusters = num_multiprocessors / cluster;
+      const double rounds = std::ceil(tiles / clusters);
+      const double tile = static_cast<double>(p.weight.strips) * unit / cluster;
+      consider({units, cluster, 1}, rounds * (tile + kRound + (cluster - 1) * kClusterRound));
     }
   }
   return best;
@@ -155,6 +177,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
     args_.units = static_cast<int>(layout.blocks_per_strip * (layout.block_cols / formats::kUnitCols));
     args_.tiles = static_cast<int>(ceil_div(problem.k, division.units * formats::kUnitCols));
     args_.cluster = division.cluster;
+    args_.tiles_at_once = division.tiles_at_once;
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;

@@ -12,7 +12,7 @@ namespace halfbyte::device {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kTokens = kTiling.tokens, kUnits = kTiling.units, kStages = kTiling.stages;
-constexpr bool kExperts = kTiling.experts;
+constexpr bool kExperts = kTiling.experts, kFlows = kTiling.flows();
 constexpr int kTeams = kTiling.teams(), kTeamWarps = kTransposedThreads / 32 / kTeams,
               kStrips = kTiling.strips();
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes && kTiling.group == kGroup);
@@ -28,12 +28,17 @@ struct Tile {
 __device__ __forceinline__ const u8* weight_of(const QgemmSm90TransposedArgs& args, const Tile& tile) {
   return kExperts ? args.weight + tile.expert * args.experts.weight_bytes : args.weight;
 }
+// How many tiles of rows of experts there are; a load.
+__device__ __forceinline__ i32 count_row_tiles(const QgemmSm90TransposedArgs& args) {
+  return kExperts ? args.expert_tiles[0].expert : 1;
+}
 // Tile `number` of all; false behind the last one. Of experts those of the same rows follow each other.
-__device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90TransposedArgs& args, int number) {
+__device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90TransposedArgs& args, i32 row_tiles,
+                                          int number) {
   tile = {number};
   if constexpr (!kExperts) return number < args.tiles;
   const int of_rows = number / args.tiles;
-  if (of_rows >= args.expert_tiles[0].expert) return false;
+  if (of_rows >= row_tiles) return false;
   const ExpertTileEntry entry = args.expert_tiles[1 + of_rows];
   tile = {number - of_rows * args.tiles, entry.expert, entry.first, entry.count};
   return true;
@@ -43,18 +48,21 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const QgemmSm90TransposedA
 // the team starts them.
 class Stream {
  public:
-  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int team, int rank)
+  // Team `team` of `num_teams` that share the tile; `ring`: which of the rings of the block it has.
+  __device__ __forceinline__ Stream(const QgemmSm90TransposedArgs& args, u8* shared, int ring, int team,
+                                    int num_teams, int rank)
       : args_(args),
         boxes_(shared + kTiling.boxes()),
         slots_(shared + kTiling.slots()),
         full_(reinterpret_cast<Barrier*>(shared + kTiling.barriers())),
-        team_(team),
+        first_(ring * kStages),
+        strips_apart_(num_teams * kStrips),
         first_box_(k_major_tile(boxes_, 1024)) {
     asm("" : "+l"(first_box_));  // kept in registers: made again in each step, it costs more
     const int sets = (args.strips + kStrips - 1) / kStrips;
     const int first = (rank == 0 ? 0 : sets / 2) + team, last = rank + 1 < args.cluster ? sets / 2 : sets;
     first_strip_ = first * kStrips;
-    steps_ = max(last - first + kTeams - 1, 0) / kTeams;
+    steps_ = max(last - first + num_teams - 1, 0) / num_teams;
   }
 
   __device__ __forceinline__ void init() const {
@@ -121,8 +129,10 @@ class Stream {
   // ---- What lies where
 
   __device__ __forceinline__ int steps() const { return steps_; }  // of the team
-  __device__ __forceinline__ int strip_of(int step) const { return first_strip_ + step * kTeams * kStrips; }
-  __device__ __forceinline__ int first() const { return team_ * kStages; }
+  __device__ __forceinline__ int strip_of(int step) const {
+    return first_strip_ + step * (kFlows ? strips_apart_ : kTeams * kStrips);
+  }
+  __device__ __forceinline__ int first() const { return first_; }
   __device__ __forceinline__ int next(int stage) const {
     return stage + 1 == first() + kStages ? first() : stage + 1;
   }
@@ -165,12 +175,56 @@ class Stream {
   const QgemmSm90TransposedArgs& args_;
   u8 *boxes_, *slots_;
   Barrier* full_;
-  int team_, first_strip_, steps_;
+  int first_, strips_apart_, first_strip_, steps_;
   u64 first_box_;
   i32 first_row_ = 0;  // of x
   const u8* weight_ = nullptr;
   const u8 *codes_ = nullptr, *parameters_ = nullptr;  // of the tile and strip 0; inlined parameters
   u32 code_bytes_ = 0;
+};
+
+// What a team copies, step after step, through all its tiles: from number `first` on, each `apart` from the
+// one before.
+class Flow {
+ public:
+  // The stream is that of the first tile, which there must be.
+  __device__ __forceinline__ Flow(Stream& stream, const QgemmSm90TransposedArgs& args, i32 row_tiles,
+                                  int first, int apart)
+      : stream_(stream),
+        args_(args),
+        row_tiles_(row_tiles),
+        goes_on_(stream.steps() > 0),
+        number_(first),
+        apart_(apart) {
+    find_upcoming();
+  }
+  // Starts the copies of the next step to a stage that is free. By a warp, of which one lane starts them.
+  __device__ __forceinline__ void load_next(int stage, bool starts) {
+    if (!goes_on_) return;
+    if (starts) {
+      stream_.load_weight(step_, stage);
+      stream_.load_x(step_, stage);
+    }
+    if (++step_ < stream_.steps()) return;
+    step_ = 0;
+    goes_on_ = has_upcoming_;
+    if (!goes_on_) return;
+    stream_.set_tile(upcoming_);
+    find_upcoming();
+  }
+
+ private:
+  __device__ __forceinline__ void find_upcoming() {
+    number_ += apart_;
+    has_upcoming_ = find_tile(upcoming_, args_, row_tiles_, number_);
+  }
+
+  Stream& stream_;
+  const QgemmSm90TransposedArgs& args_;
+  i32 row_tiles_;
+  bool goes_on_, has_upcoming_ = false;
+  int step_ = 0, number_, apart_;
+  Tile upcoming_;
 };
 
 #endif

@@ -51,8 +51,10 @@ class WarpProduct {
     load_ahead();
   }
 
-  // Adds the products of a stage. What it holds is read before, so that it is filled again meanwhile.
-  __device__ __forceinline__ void multiply(const Stream& stream, int step, int stage) {
+  // Adds the products of a stage. What it holds is read before, so that it is filled again meanwhile:
+  // refill(stage, whether this lane starts copies).
+  template <class F>
+  __device__ __forceinline__ void multiply(const Stream& stream, int stage, const F& refill) {
     Words<kWords> words[kStrips][kChunks][4];
     load_words(words, stream, stage);
     ParameterPairs pairs[kSets][2][2];  // of the even and the odd rows of 16
@@ -60,11 +62,7 @@ class WarpProduct {
     u32 b[kStrips][2][kTokenTiles][2];
     load_x(b, stream, stage);
     __syncwarp();
-    const bool fills = step + kStages < stream.steps();
-    if (fills && lane_ == 0) {
-      stream.load_weight(step + kStages, stage);
-      stream.load_x(step + kStages, stage);
-    }
+    refill(stage, lane_ == 0);
     load_ahead();
     multiply_loaded(words, pairs, b);
   }
@@ -81,12 +79,17 @@ class WarpProduct {
   }
   static constexpr int kTeamWords = kBlocks * kTiling.block_words();
   __device__ __forceinline__ void store(float* exchange, int team) const {
+    each_sum(0, kBlocks, [&](int block, int r, float sum) {
+      exchange[(team * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] = sum;
+    });
+  }
+  // f(block, r, sum) of some blocks.
+  template <class F>
+  __device__ __forceinline__ void each_sum(int first, int count, const F& f) const {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int i = 0; i < count; ++i) {
 #pragma unroll
-      for (int r = 0; r < 4 * kTokenTiles; ++r)
-        exchange[(team * kBlocks + block) * kTiling.block_words() + r * 32 + lane_] =
-            sums_[block][r / 4][r % 4];
+      for (int r = 0; r < 4 * kTokenTiles; ++r) f(i, r, sums_[first + i][r / 4][r % 4]);
     }
   }
 

@@ -52,6 +52,8 @@ constexpr int kBoxBytes = kTokens * 128;                        // of x: 64 colu
 // those of the other block follow.
 constexpr int kGroupLines = 4 * kPairs * kSums;
 constexpr int kClusterLines = kRowGroups * (kColGroups - 1) * kGroupLines;
+// Whether sums of a tile may be in several warpgroups or blocks.
+constexpr bool kAddsSums = kColGroups > 1 || kTiling.shared;
 static_assert(kClusterLines + (kTiling.shared ? kGroupLines : 0) <= 256);
 static_assert(!kTiling.shared || kTiling.can_share());
 
@@ -177,36 +179,42 @@ __device__ __forceinline__ void list_tiles(const Args& args, const Block& block)
   u32 at = static_cast<u32>(all * worker / num_workers);
   const u32 end = static_cast<u32>(all * (worker + 1) / num_workers);
   const WgmmaTileRing ring = block.tile_ring();
-  for (WgmmaTileRing::Place place;; place.advance()) {
+  // Rows are looked up once for all tiles that have them: it takes three loads, one after the other, which is
+  // longer than to multiply a tile of few columns.
+  static_assert(!kExperts || kTokens <= 32);  // a lane has one
+  u32 of_rows = ~0u;
+  i32 expert = 0, first_row = 0, count = 0, row = -1;
+  float weight = 1;
+  const auto look_up = [&](u32 number) {
+    of_rows = number;
+    if (finds_rows(args)) {
+      const Found tile = found[number];
+      expert = tile.expert;
+      first_row = tile.first;
+      count = tile.count;
+    } else {
+      const ExpertTileEntry entry = args.expert_tiles[1 + number];
+      expert = entry.expert;
+      first_row = entry.first;
+      count = entry.count;
+    }
+    row = block.lane < count ? slot_of(args.experts, first_row + block.lane) : -1;
+    const bool is_weighted = row >= 0 && args.experts.routing_weights != nullptr;
+    weight = is_weighted ? args.experts.routing_weights[row] : 1;
+  };
+  for (WgmmaTileRing::Place place;; place.advance(), ++at) {
     Work work;
-    i32 count = 0;
     if (at < end) {
       const u32 number = at / of_weight;
+      if (number != of_rows) look_up(number);
       const i32 pair = static_cast<i32>(at - number * of_weight) * kTilePairs;
-      work = {pair, min(pair + kTilePairs, (args.num_strips + 1) / 2)};
-      if (finds_rows(args)) {
-        const Found tile = found[number];
-        work.expert = tile.expert;
-        work.first_row = tile.first;
-        count = tile.count;
-      } else {
-        const ExpertTileEntry entry = args.expert_tiles[1 + number];
-        work.expert = entry.expert;
-        work.first_row = entry.first;
-        count = entry.count;
-      }
-      ++at;
+      work = {pair, min(pair + kTilePairs, (args.num_strips + 1) / 2), expert, first_row};
     }
     TileSlot& slot = ring.wait_empty(place);
-#pragma unroll
-    for (int first = 0; first < kTokens; first += 32) {
-      const int token = first + block.lane;
-      if (token >= kTokens) break;
-      const i32 row = token < count ? slot_of(args.experts, work.first_row + token) : -1;
-      const bool is_weighted = row >= 0 && args.experts.routing_weights != nullptr;
-      slot.rows[token] = row;
-      if constexpr (kFindsRows) slot.rows_of_x[token] = max(row, 0) / args.experts.slots_per_x;
-      slot.weights[token] = is_weighted ? args.experts.routing_weights[row] : 1;
+    if (block.lane < kTokens) {
+      slot.rows[block.lane] = row;
+      if constexpr (kFindsRows) slot.rows_of_x[block.lane] = max(row, 0) / args.experts.slots_per_x;
+      slot.weights[block.lane] = weight;
     }
     if (block.lane == 0) slot.work = work, slot.count = count;
     __syncwarp();
@@ -765,7 +773,7 @@ __launch_bounds__(kThreads, 1)
   for (u32 number = 0; tiles.next(work); ++number) {
     Tile tile(block, lane, work, number == 0);
     multiplier.run(tile, work);
-    if constexpr (kExperts) tile.active_again = tiles.has_next();
+    if constexpr (kExperts && kAddsSums) tile.active_again = tiles.has_next();
     if constexpr (kColGroups > 1) add_warpgroups(tile, block, lane);
     bool stores = tile.active && lane.col_group == 0;
     if (shares()) add_blocks(tile, block, lane, stores, number % 2);

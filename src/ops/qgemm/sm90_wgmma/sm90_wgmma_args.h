@@ -32,7 +32,10 @@ struct QgemmSm90WgmmaTiling {
   HALFBYTE_FN bool can_share() const { return row_groups() <= 2; }
   HALFBYTE_FN int row_groups() const { return formats::min(strips / 2, warpgroups()); }
   HALFBYTE_FN int col_groups() const { return warpgroups() / row_groups(); }
-  HALFBYTE_FN int stage_cols() const { return formats::max(col_groups() * 128, block_cols); }
+  // A stage of 256 columns of all warpgroups takes an eighth fewer instructions a column than two of 128.
+  HALFBYTE_FN int stage_cols() const {
+    return formats::max(col_groups() * (experts && col_groups() == 1 ? 256 : 128), block_cols);
+  }
   // Tiles of x [tokens][64], then of each strip its blocks.
   HALFBYTE_FN int x_bytes() const { return stage_cols() * tokens * 2; }
   HALFBYTE_FN int strip_bytes() const { return stage_cols() / block_cols * block_bytes; }

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #include "core/arithmetic.h"
@@ -56,8 +57,7 @@ std::string refuse(const QgemmProblem& p) {
 
 // m rounded up.
 int tokens_of(const QgemmProblem& p) {
-  const auto rows = static_cast<uint64_t>(std::max<int64_t>(rows_of_weight(p), 8));
-  return std::min(static_cast<int>(std::bit_ceil(rows)), p.experts.num > 0 ? kMaxExpertTokens : kMaxTokens);
+  return std::clamp(static_cast<int>(std::bit_ceil(static_cast<uint64_t>(p.m))), 8, kMaxTokens);
 }
 
 // Whether there is code for clusters of two blocks.
@@ -82,48 +82,75 @@ QgemmSm90WgmmaTiling tiling_of(const QgemmProblem& problem, int tokens, int stri
   return tiling;
 }
 
-// How many pairs of strips a cluster has, at most; of experts, whole tiles of the likely number.
-int64_t pairs_of_worker(const QgemmProblem& p, const QgemmSm90WgmmaTiling& tiling, int cluster,
-                        int num_multiprocessors) {
-  const int64_t pairs = ceil_div(p.weight.strips, 2), workers = num_multiprocessors / cluster;
-  if (p.experts.num == 0) return ceil_div(pairs, workers);
-  const int64_t pairs_of_tile = tiling.strips / 2;
-  return ceil_div(likely_expert_tiles(p, tiling.tokens) * ceil_div(pairs, pairs_of_tile), workers) *
-         pairs_of_tile;
-}
-
 struct Division {
   QgemmSm90WgmmaTiling tiling;
   int cluster = 1;  // blocks that share the columns of a tile
 };
 
-// What takes the least time by this model, in units of the packed layout, of which a block reads one in the
-// time that its share of the memory's bandwidth gives it. Every tile reads all of x; blocks of a cluster wait
-// for each other at the end. The constants are of an H200; what is chosen by them is timed by
-// `halfbyte bench qgemm --variant qgemm_sm90_wgmma --direction forward --m 8,16,32,64 --model
-// llama-8b,llama-70b`.
-Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
-  constexpr double kTokensOfPair = 80;  // x of so many tokens takes as long as a pair of strips
-  constexpr double kClusterUnits = 50;
-  const int tokens = tokens_of(p);
-  Division best;
-  double least = std::numeric_limits<double>::max();
+// f(tiling, cluster) of all ways to divide tiles of so many tokens.
+template <class F>
+void each_division(const QgemmProblem& p, int tokens, const F& f) {
   for (const int cluster : {1, 2})
     for (const int strips : {2, 4, 8}) {
       if (!refuse_spilling(p, {"qgemm_sm90_wgmma", tokens, strips, false}).empty()) continue;
       const QgemmSm90WgmmaTiling tiling = tiling_of(p, tokens, strips, cluster);
-      if (cluster > 1 && (!tiling.shared || ceil_div(p.k, tiling.stage_cols()) < cluster)) continue;
-      const int64_t pairs_of_tile = strips / 2, at_once = pairs_of_tile / tiling.row_groups();
-      const int64_t pairs =
-          ceil_div(pairs_of_worker(p, tiling, cluster, num_multiprocessors), at_once) * at_once;
-      const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
-      const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
-      const double time = (static_cast<double>(pairs) + tiles * tokens / kTokensOfPair) * units / cluster +
-                          kClusterUnits * (cluster - 1);
-      if (time >= least) continue;
+      if (cluster == 1 || (tiling.shared && ceil_div(p.k, tiling.stage_cols()) >= cluster))
+        f(tiling, cluster);
+    }
+}
+
+// x of so many tokens takes as long as a pair of strips: every tile reads all of it.
+constexpr double kTokensOfPair = 80;
+// Blocks of a cluster wait for each other at the end.
+constexpr double kClusterUnits = 50;
+
+// What takes the least time by this model, in units of the packed layout, of which a block reads one in the
+// time that its share of the memory's bandwidth gives it. The constants are of an H200; what is chosen by
+// them is timed by `halfbyte bench qgemm --variant qgemm_sm90_wgmma --direction forward --m 8,16,32,64
+// --model llama-8b,llama-70b`.
+Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
+  const int tokens = tokens_of(p);
+  const int64_t all_pairs = ceil_div(p.weight.strips, 2);
+  Division best;
+  double least = std::numeric_limits<double>::max();
+  each_division(p, tokens, [&](const QgemmSm90WgmmaTiling& tiling, int cluster) {
+    const int64_t pairs_of_tile = tiling.strips / 2, at_once = pairs_of_tile / tiling.row_groups();
+    const int64_t pairs = formats::round_up(ceil_div(all_pairs, num_multiprocessors / cluster), at_once);
+    const auto tiles = static_cast<double>(ceil_div(pairs, pairs_of_tile));
+    const double units = static_cast<double>(ceil_div(p.k, formats::kUnitCols)) * 2;
+    const double time = (static_cast<double>(pairs) + tiles * tokens / kTokensOfPair) * units / cluster +
+                        kClusterUnits * (cluster - 1);
+    if (time >= least) return;
+    best = {tiling, cluster};
+    least = time;
+  });
+  return best;
+}
+
+// The same of experts, whose tiles are whole. A stage and a tile take longer than their units; tiles of
+// clusters exchange sums. The constants are of an H200, `halfbyte bench qgemm --direction forward --experts
+// 128
+// --top-k 8 --shape 1536x2048 --m 16,64` and `--experts 256 --top-k 8 --shape 7168x256,512x7168 --m
+// 16,64,256`.
+Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
+  constexpr double kStageUnits = 3, kTileUnits = 10, kExchangeUnits = 13;
+  Division best;
+  double least = std::numeric_limits<double>::max();
+  for (int tokens = 8; tokens <= kMaxExpertTokens; tokens *= 2)
+    each_division(p, tokens, [&](const QgemmSm90WgmmaTiling& tiling, int cluster) {
+      const double units = (tiling.strips / 2.0 + tokens / kTokensOfPair) *
+                           (tiling.stage_cols() / static_cast<double>(formats::kUnitCols)) * 2;
+      const auto stages = static_cast<double>(ceil_div(ceil_div(p.k, tiling.stage_cols()), cluster));
+      const int workers = num_multiprocessors / cluster;
+      const double tiles = std::ceil(likely_expert_tiles(p, tokens) *
+                                     static_cast<double>(ceil_div(p.weight.strips, tiling.strips)) / workers);
+      const double time =
+          tiles * (stages * (units + kStageUnits) + kTileUnits + kExchangeUnits * (cluster - 1)) +
+          kClusterUnits * (cluster - 1);
+      if (time >= least) return;
       best = {tiling, cluster};
       least = time;
-    }
+    });
   return best;
 }
 
@@ -145,9 +172,11 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90WgmmaTili
 class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
  public:
   explicit QgemmSm90Wgmma(const QgemmProblem& problem) : QgemmOneKernel(problem) {
-    const auto [tiling, cluster] = choose_division(problem, context_.num_multiprocessors);
-    tiling_ = tiling;
     const bool has_experts = problem.experts.num > 0;
+    const int most = context_.num_multiprocessors;
+    const auto [tiling, cluster] =
+        has_experts ? choose_for_experts(problem, most) : choose_division(problem, most);
+    tiling_ = tiling;
     if (has_experts) {
       args_.experts = experts_args(problem);
       if (!finds_rows()) list_expert_rows(tiling.tokens, 1);
@@ -165,9 +194,7 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
     args_.num_blocks = static_cast<int>(layout.blocks_per_strip);
     args_.num_stages = static_cast<int>(ceil_div(problem.k, tiling_.stage_cols()));
     const int64_t pairs = ceil_div(layout.strips, 2);
-    const int most = context_.num_multiprocessors;
-    const int64_t workers =
-        has_experts ? most / cluster : ceil_div(pairs, pairs_of_worker(problem, tiling, cluster, most));
+    const int64_t workers = has_experts ? most / cluster : ceil_div(pairs, ceil_div(pairs, most / cluster));
     args_.log2_cluster = cluster - 1;
     args_.num_pairs = static_cast<int>(has_experts ? ceil_div(pairs, tiling.strips / 2) : pairs / workers);
     args_.num_longer = static_cast<int>(has_experts ? 0 : pairs % workers);

@@ -68,8 +68,10 @@ constexpr SpillingTile kSpillingTiles[] = {
      [](const QgemmProblem&, const QgemmTileOf& t) { return t.tokens == 32 && t.strips == 2 && t.shared; },
      "blocks must not share a tile of 32 rows of x and 64 of the weight"},
     {"qgemm_sm90_wgmma",
-     [](const QgemmProblem& p, const QgemmTileOf& t) { return p.experts.num > 0 && t.strips > 4; },
-     "of experts, a tile must have at most 128 rows of the weight"},
+     [](const QgemmProblem& p, const QgemmTileOf& t) {
+       return p.experts.num > 0 && t.tokens == 32 && t.strips > 4;
+     },
+     "of experts, a tile of 32 rows of x must have at most 128 rows of the weight"},
     {"qgemm_sm90_transposed",
      [](const QgemmProblem& p, const QgemmTileOf&) {
        return p.codec.bits == 8 && (p.weight.has_zeros || p.weight.has_biases || p.double_quant);

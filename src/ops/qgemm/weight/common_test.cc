@@ -1,6 +1,10 @@
 #include <gtest/gtest.h>
 
+#include <random>
+
+#include "core/arithmetic.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/experts_cuda.h"
 
 namespace halfbyte {
 namespace {
@@ -67,7 +71,38 @@ TEST(QgemmWeights, SpillingTilesAreRefused) {
   EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, false}), "");
   EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_wgmma", 32, 2, true}),
             "blocks must not share a tile of 32 rows of x and 64 of the weight");
+  QgemmProblem experts = problem;
+  experts.experts.num = 8;
+  EXPECT_EQ(refuse_spilling(experts, {"qgemm_sm90_wgmma", 16, 8, false}), "");
+  EXPECT_EQ(refuse_spilling(experts, {"qgemm_sm90_wgmma", 32, 8, false}),
+            "of experts, a tile of 32 rows of x must have at most 128 rows of the weight");
   EXPECT_EQ(refuse_spilling(problem, {"qgemm_sm90_transposed"}), "");
+}
+
+// As many as when each row chooses an expert by chance.
+TEST(QgemmWeights, LikelyExpertTiles) {
+  std::mt19937_64 random(1);
+  for (const int64_t num : {1, 8, 100})
+    for (const int64_t rows : {30, 800, 5000, 60000})
+      for (const int64_t tile : {8, 32, 256}) {
+        constexpr int kRounds = 100;
+        double tiles = 0;
+        for (int round = 0; round < kRounds; ++round) {
+          std::vector<int64_t> rows_of(static_cast<size_t>(num));
+          for (int64_t row = 0; row < rows; ++row) ++rows_of[random() % static_cast<uint64_t>(num)];
+          for (const int64_t count : rows_of) tiles += static_cast<double>(ceil_div(count, tile)) / kRounds;
+        }
+        QgemmProblem problem = problem_of({});
+        problem.m = rows;
+        problem.experts.num = num;
+        const double likely = likely_expert_tiles(problem, tile);
+        // Few experts have less chance than it is given.
+        EXPECT_NEAR(likely / tiles, 1, num == 1 ? 0.4 : 0.05) << num << " " << rows << " " << tile;
+      }
+  QgemmProblem masked = problem_of({});
+  masked.experts = {.num = 3, .rows = ExpertRows::masked, .rows_per_expert = 20};
+  EXPECT_EQ(likely_expert_tiles(masked, 8), 9);
+  EXPECT_EQ(likely_expert_tiles(problem_of({}), 8), 1);
 }
 
 }  // namespace

@@ -33,13 +33,24 @@ int64_t rows_of_weight(const QgemmProblem& problem) {
   return std::min(problem.m, rows + rows / 2);
 }
 
-int64_t likely_expert_tiles(const QgemmProblem& problem, int64_t tile) {
+double likely_expert_tiles(const QgemmProblem& problem, int64_t tile) {
   const QgemmExperts& experts = problem.experts;
   if (experts.num == 0) return 1;
-  if (experts.rows == ExpertRows::masked) return experts.num * ceil_div(experts.rows_per_expert, tile);
-  const auto num = static_cast<double>(experts.num), rows = static_cast<double>(problem.m);
-  const double used = num * (1 - std::pow(1 - 1 / num, rows));  // experts that have a row
-  return static_cast<int64_t>(std::ceil(std::max(used, rows / static_cast<double>(tile))));
+  const auto num = static_cast<double>(experts.num);
+  if (experts.rows == ExpertRows::masked)
+    return num * static_cast<double>(ceil_div(experts.rows_per_expert, tile));
+  // Rows of an expert are nearly Poisson distributed, and it has a tile more for each multiple of `tile` that
+  // they exceed. Of many rows the last tile is half full.
+  constexpr double kManyRows = 700;
+  const double rows = static_cast<double>(problem.m) / num, size = static_cast<double>(tile);
+  if (rows > kManyRows) return num * (rows / size + 0.5);
+  double tiles = 0, at_most = 0, exactly = std::exp(-rows);
+  for (int64_t i = 0; i < tile || at_most < 1 - 1e-9; ++i) {
+    at_most += exactly;
+    if (i % tile == 0) tiles += std::max(1 - at_most, 0.0);
+    exactly *= rows / static_cast<double>(i + 1);
+  }
+  return num * tiles;
 }
 
 int64_t tiles_of_rows(const QgemmProblem& problem, int64_t tile) {

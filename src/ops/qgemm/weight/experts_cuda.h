@@ -17,7 +17,7 @@ void place_experts(ExpertsArgs& args, const QgemmTensors& tensors);
 int64_t rows_of_weight(const QgemmProblem& problem);
 // Tiles of `tile` rows that there are likely to be, where experts are chosen by chance; 1 where there are no
 // experts.
-int64_t likely_expert_tiles(const QgemmProblem& problem, int64_t tile);
+double likely_expert_tiles(const QgemmProblem& problem, int64_t tile);
 // Tiles of `tile` rows, at most.
 int64_t tiles_of_rows(const QgemmProblem& problem, int64_t tile);
 
