@@ -440,12 +440,22 @@ class Product {
                    kBlockCols);
         add_block(task, unit, cols, w, sums);
       }
-      for (int64_t m = batch; m < task.end; ++m) {
-        float y[kMostStrips * kRows];
-        for (int64_t row = 0; row < task.rows; ++row) y[row] = sums[row * kBatch + m - batch];
-        store_y(problem_, tensors_, m, strip * kRows, std::min(task.rows, problem_.n - strip * kRows), y);
-      }
+      store_rows(task, sums);
     });
+  }
+  // sums[row of the weight][row of x], by lines of the cache: a column of them has more lines than the first
+  // level has room for at that distance.
+  void store_rows(const RowTask& task, const float* sums) const {
+    constexpr int64_t kLine = 16;
+    for (int64_t first = task.batch; first < task.end; first += kLine) {
+      const int64_t count = std::min(kLine, task.end - first);
+      float y[kLine][kMostStrips * kRows];
+      for (int64_t row = 0; row < task.rows; ++row)
+        for (int64_t i = 0; i < count; ++i) y[i][row] = sums[row * kBatch + first - task.batch + i];
+      for (int64_t i = 0; i < count; ++i)
+        store_y(problem_, tensors_, first + i, task.strip * kRows,
+                std::min(task.rows, problem_.n - task.strip * kRows), y[i]);
+    }
   }
   // sums[row][row of x] += products of a decoded block, `cols` columns wide, with the rows of x of a task.
   void add_block(const RowTask& task, int64_t unit, int64_t cols, const float* w, float* sums) const {
