@@ -467,7 +467,7 @@ __device__ __forceinline__ void gather_x(const Args& args, const Block& block, i
       const int first = stage * kRowChunks + chunk;
       const bool inside = first < args.row_chunks;
       const u8* from = static_cast<const u8*>(args.x_as_it_lies) + (inside ? first * 16 : 0);
-      asm volatile("" : "+l"(from));
+      asm volatile("" : "+l"(from));  // as it is: one multiplication and addition makes the place of a row
       const u32 to = boxes + static_cast<u32>(place.stage * kTiling.x_bytes());
       wait(block.empty + place.stage, place.parity ^ 1);
       Words4 rows = load_rows(0);
