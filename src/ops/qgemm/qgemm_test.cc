@@ -617,6 +617,18 @@ TEST(QgemmPlan, OrderOfVariants) {
     problem.m = m;
     EXPECT_EQ(order_of(problem), m <= 2 ? "int8 avx512 amx simd ref" : "int8 amx avx512 simd ref");
   }
+  // Codes of 4 bits with scales alone: tiles come first, but for one row and large groups where transposed.
+  problem.codec.bits = 4;
+  problem.weight.has_biases = false;
+  for (const int64_t m : {1, 2})
+    for (const int64_t group : {32, 64, 128})
+      for (const bool transposed : {false, true}) {
+        problem.m = m;
+        problem.group = group;
+        problem.transposed = transposed;
+        const bool tiles = !transposed || group == 64 || (group > 64 && m == 2);
+        EXPECT_EQ(order_of(problem), tiles ? "int8 amx avx512 simd ref" : "int8 avx512 amx simd ref");
+      }
 }
 
 // Of experts qgemm_sm80 comes first where tiles are short or few, but for many rows, which qgemm_sm90_large

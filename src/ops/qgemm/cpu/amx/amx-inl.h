@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "ops/qgemm/cpu/amx/few_rows-inl.h"
+#include "ops/qgemm/cpu/amx/few_rows_transposed-inl.h"
 
 namespace halfbyte {
 
@@ -79,6 +80,7 @@ class AmxKernel : public QgemmKernel {
         num_threads_(effective_threads(problem.num_threads)),
         blocks_(problem, num_threads_),
         few_rows_(problem_),
+        few_rows_transposed_(problem_),
         order_(problem.codec.bits) {
     for (int column = 0; column < 32; ++column)
       for (int tile = 0; tile < 2; ++tile)
@@ -91,17 +93,23 @@ class AmxKernel : public QgemmKernel {
   std::string backend() const override { return backend_; }
   PrecisionGuarantee guarantee() const override {
     return {DType::f32, DType::f32, true, false,
-            few_rows_.taken() ? WeightRounding::code_rounded : WeightRounding::weight_rounded};
+            few_rows_.taken() || few_rows_transposed_.taken() ? WeightRounding::code_rounded
+                                                              : WeightRounding::weight_rounded};
   }
   int64_t workspace_bytes() const override {
-    return 48 +
-           (few_rows_.taken() ? few_rows_.workspace_bytes() : x_bytes() + num_threads_ * scratch_bytes());
+    return 48 + (few_rows_.taken()              ? few_rows_.workspace_bytes()
+                 : few_rows_transposed_.taken() ? few_rows_transposed_.workspace_bytes()
+                                                : x_bytes() + num_threads_ * scratch_bytes());
   }
 
   void run(const QgemmTensors& tensors, void*, void* workspace) const override {
     auto* const begin =
         static_cast<uint8_t*>(workspace) + (64 - reinterpret_cast<uintptr_t>(workspace) % 64) % 64;
     if (few_rows_.taken()) return few_rows_.run(tensors, begin, num_threads_);
+    if (few_rows_transposed_.taken())
+      return few_rows_transposed_.run(tensors, begin, num_threads_, [&](int64_t unit, const UnitSums& sums) {
+        for (int i = 0; i < 2; ++i) store(tensors, sums.of[i], 0, 2 * unit + i);
+      });
     auto* const x = reinterpret_cast<Bf16Tile*>(begin);
     uint8_t* const scratch = begin + x_bytes();
     const int threads = problem_.num_threads;
@@ -334,6 +342,7 @@ class AmxKernel : public QgemmKernel {
   int num_threads_;
   AmxBlocks blocks_;
   FewRows<Tiles> few_rows_;
+  FewRowsTransposed<Tiles> few_rows_transposed_;
   UnitOrder order_;                        // forward
   alignas(64) int32_t out_places_[2][16];  // transposed: of columns 0 .. 15, 16 .. 31 in the two tiles
 };

@@ -273,10 +273,55 @@ TEST_P(QgemmAmx, OneAndTwoTilesOfRows) {
     }
 }
 
+// Transposed, x of few rows is multiplied with the scales, in three parts: codes are rounded alone, too.
+TEST_P(QgemmAmx, TransposedFewRows) {
+  std::mt19937_64 random(GetParam() + 300);
+  for (const int64_t group : {16, 64, 128, 192, 1 << 20})
+    for (const int64_t m : {1, 2, 3, 4, 5, 6}) {
+      if (testing::kSanitized && random() % 4 != 0) continue;
+      QgemmDescriptor d = random_descriptor(random);
+      d.m = m;
+      d.n = random() % 4 == 0 ? 1 + static_cast<int64_t>(random() % 4)
+                              : 33 + static_cast<int64_t>(random() % 300);
+      d.k = 40 + static_cast<int64_t>(random() % 300);
+      d.transposed = true;
+      d.spec.group_size = group;
+      if (group > d.k) d.spec.granularity = Granularity::channel;
+      testing::fit_format(d.spec);
+      if (!testing::is_valid(d) || !refuse_amx(make_qgemm_problem({}, d, 1)).empty()) continue;
+      const QgemmProblem problem = make_qgemm_problem({}, d, 1);
+      const bool has_parts = m <= 5 && d.n >= 3 && problem.codec.bits == 4 && !problem.codec.asymmetric &&
+                             !problem.weight.has_biases &&
+                             (problem.group >= 64 || problem.weight.groups == 1);
+      EXPECT_EQ(AmxKernel<EmulatedTiles>(problem, "").guarantee().weight_rounding,
+                has_parts ? WeightRounding::code_rounded : WeightRounding::weight_rounded)
+          << testing::describe(d);
+      check_product(d, random());
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(, QgemmAmx, ::testing::Range(size_t{0}, testing::qgemm_formats().size()),
                          [](const auto& info) {
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
+
+// What is not finite stays what it is: parts of it are not taken away from each other.
+TEST(QgemmAmxBlocks, TransposedFewRowsOfInfinity) {
+  if (!cpu_features().avx512_bf16) GTEST_SKIP() << "needs AVX-512 with BF16";
+  QgemmCase test(descriptor(2, 40, 64, true), 1);
+  auto* const x = reinterpret_cast<uint16_t*>(test.x.bytes.data());
+  x[3] = 0x7F80;       // infinity, of the first row
+  x[40 + 5] = 0x7FC0;  // NaN, of the second
+  const AmxKernel<EmulatedTiles> kernel(test.problem, "emulated");
+  const std::vector<uint8_t> y = run_kernel(test, kernel);
+  const auto* const values = reinterpret_cast<const uint16_t*>(y.data());
+  int num_infinite = 0;
+  for (int i = 0; i < 64; ++i) {
+    num_infinite += (values[i] & 0x7FFF) == 0x7F80;
+    EXPECT_TRUE(std::isnan(formats::bf16_to_f32(values[64 + i])));
+  }
+  EXPECT_GT(num_infinite, 50);  // all but those of a code that is 0
+}
 
 // More than one task along every axis, blocks of as many tiles as there may be, and not quite.
 TEST(QgemmAmxBlocks, Large) {
