@@ -11,6 +11,7 @@
 //   4. At the end of a tile the sums of the teams meet in shared memory, then those of the blocks of the
 //      cluster, and are added in a fixed order.
 //   5. The kernel.
+//   6. Of experts, the rings of stages go on from tile to tile, and sums meet beside them.
 //
 // A word of 4-bit codes has rows 2a and 2a + 1 of the columns 16j + 8 * second + 2t + e, e and second 0 or 1.
 // Lane (g, t') has the words of a = 8i + t' and 8i + t' + 4 for the 16 rows i of a strip; e = 0 is fragment
