@@ -372,6 +372,7 @@ void OutputCheckpoint::run(const std::function<void()>& work) {
 void OutputCheckpoint::give_up(const Error& error) {
   if (!journal_ || !directory_ || !team_.leads()) throw error;
   LockedDirectory& locked = directory_->locked();
+  if (!locked.is_kept()) throw error;  // the output has its name
   if (error.code() == ErrorCode::bad_input ||
       error.code() == ErrorCode::usage) {  // another run would fail again
     locked.set_kept(false);

@@ -164,12 +164,19 @@ int exchange_directory(const std::string& temporary, const std::string& path) {
   if (error == ENOENT) return publish_directory(temporary, path);
   if (!flags_unsupported(error)) return error;
   const std::string old = temporary + ".old";
-  const int aside_error = rename_plain(path, old);
-  if (aside_error == ENOENT) return publish_directory(temporary, path);
-  if (aside_error != 0) return aside_error;
-  const int rename_error = rename_plain(temporary, path);
-  if (rename_error != 0) rename_plain(old, path);
-  return rename_error;
+  int plain_error = rename_plain(path, old);
+  if (plain_error == ENOENT) return publish_directory(temporary, path);
+  if (plain_error == 0) plain_error = rename_plain(temporary, path);
+  // Also where moving it aside failed: a network file system may tell an error of what it has done.
+  if (plain_error != 0) rename_plain(old, path);
+  return plain_error;
+}
+
+// Whether something else, or nothing, has the name of what had this status.
+bool is_gone(const std::string& path, const struct stat& before) {
+  struct stat now;
+  if (::lstat(path.c_str(), &now) != 0) return errno == ENOENT;
+  return now.st_dev != before.st_dev || now.st_ino != before.st_ino;
 }
 
 void check_renamed(int error, const std::string& path) {
@@ -702,9 +709,16 @@ void OutputDirectory::commit(const std::function<void()>& last) {
   if (force_) check_replaced();
   const bool has_old = force_ && target_mode(path_) != 0;
   const std::string parent = parent_of(path_), old = directory_->path();  // as in OutputFile::commit
+  struct stat output;
+  if (retry_interrupted([&] { return ::lstat(temporary_.c_str(), &output); }) != 0)
+    fail_io("stat", temporary_, errno);
   if (last) last();
-  check_renamed(force_ ? exchange_directory(temporary_, path_) : publish_directory(temporary_, path_), path_);
-  directory_->set_kept(false);  // what is there now is the older output, if any
+  const int rename_error =
+      force_ ? exchange_directory(temporary_, path_) : publish_directory(temporary_, path_);
+  // A network file system may tell an error of a rename that it has done.
+  if (rename_error == 0 || is_gone(temporary_, output))
+    directory_->set_kept(false);  // what is there now is the older output, if any
+  check_renamed(rename_error, path_);
   sync_directory(parent, path_);
   const int error = directory_->remove();
   HALFBYTE_CHECK(!has_old || error == 0, io,

@@ -35,6 +35,7 @@ struct CallFault {
   int skip = 0;                    // calls before the first that fails
   int count = 1;                   // calls that fail
   size_t max_transfer = SIZE_MAX;  // bytes of one transfer
+  bool late = false;               // a rename fails when it is done
   bool fails() {
     if (error == 0) return false;
     static std::mutex mutex;
@@ -46,6 +47,15 @@ struct CallFault {
 };
 CallFault read_fault, write_fault, allocate_fault, sync_fault, rename_fault, rename_flags_fault, link_fault,
     stat_fault;
+
+int renamed(CallFault& fault, int from_dir, const char* from, int to_dir, const char* to, unsigned flags) {
+  const bool fails = fault.fails();
+  if (fails && !fault.late) return -1;
+  const auto result = static_cast<int>(syscall(SYS_renameat2, from_dir, from, to_dir, to, flags));
+  if (fails) errno = fault.error;
+  return fails ? -1 : result;
+}
+
 std::vector<uint64_t> random_numbers;  // the next ones; empty: those of the system
 
 }  // namespace
@@ -69,8 +79,7 @@ int fsync(int fd) {
   return static_cast<int>(syscall(SYS_fsync, fd));
 }
 int rename(const char* from, const char* to) noexcept {
-  if (rename_fault.fails()) return -1;
-  return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0));
+  return renamed(rename_fault, AT_FDCWD, from, AT_FDCWD, to, 0);
 }
 int link(const char* from, const char* to) noexcept {
   if (link_fault.fails()) return -1;
@@ -81,8 +90,7 @@ int stat(const char* path, struct stat* status) noexcept {
   return static_cast<int>(syscall(SYS_newfstatat, AT_FDCWD, path, status, 0));
 }
 int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned flags) noexcept {
-  if (rename_flags_fault.fails()) return -1;
-  return static_cast<int>(syscall(SYS_renameat2, from_dir, from, to_dir, to, flags));
+  return renamed(rename_flags_fault, from_dir, from, to_dir, to, flags);
 }
 int sync_file_range(int fd, off_t offset, off_t length, unsigned flags) {
   if (halfbyte::before_sync_range) halfbyte::before_sync_range();
@@ -1047,6 +1055,41 @@ TEST_F(OutputTree, every_fault_leaves_the_old_tree_and_nothing_else) {
     c.fault = {};
     EXPECT_EQ(read_file(dir_ / "out/model.safetensors"), c.content);
     EXPECT_EQ(dir_.names(), Names{"out"});
+  }
+}
+
+// As a network file system may tell them.
+TEST_F(OutputTree, a_rename_that_fails_when_it_is_done_leaves_nothing_else) {
+  const struct {
+    bool force;
+    CallFault flags, plain;
+    const char* content;
+  } cases[] = {
+      {false, {.error = EIO, .late = true}, {}, "new"},
+      {false, {.error = EINVAL}, {.error = EIO, .late = true}, "new"},
+      {true, {.error = EIO, .late = true}, {}, "new"},
+      {true, {.error = EINVAL}, {.error = EIO, .late = true}, "old"},  // moving the old tree aside
+      {true, {.error = EINVAL}, {.error = EIO, .skip = 1, .late = true}, "new"},
+  };
+  for (const auto& c : cases) {
+    for (const bool kept : {false, true}) {
+      SCOPED_TRACE(fmt::format("force {}, kept {}", c.force, kept));
+      for (const std::string& name : dir_.names()) std::filesystem::remove_all(dir_ / name);
+      if (c.force) make_tree(dir_ / "out", {{"model.safetensors", "old"}});
+      const auto write = [&] {
+        OutputDirectory tree(dir_ / "out", c.force);
+        tree.locked().set_kept(kept);
+        write_file(tree.temporary_path() + "/model.safetensors", "new");
+        rename_flags_fault = c.flags;
+        rename_fault = c.plain;
+        tree.commit();
+      };
+      expect_error(ErrorCode::io, "Input/output error", write);
+      rename_flags_fault = rename_fault = {};
+      EXPECT_EQ(read_file(dir_ / "out/model.safetensors"), c.content);
+      // What did not get its name is kept where that was asked for.
+      EXPECT_EQ(dir_.names().size(), kept && c.content == std::string("old") ? 2u : 1u);
+    }
   }
 }
 
