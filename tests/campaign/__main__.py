@@ -29,8 +29,7 @@ def main():
         if name not in modules:
             parser.error(f"no section is named {name}: {', '.join(modules)}")
     campaign = Campaign(arguments.quick, arguments.seed, arguments.time, arguments.restart, arguments.case)
-    for name in arguments.sections or modules:
-        campaign.run(name, modules[name].run)
+    campaign.run({name: modules[name].run for name in arguments.sections or modules})
     return campaign.finish()
 
 

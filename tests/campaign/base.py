@@ -1,12 +1,14 @@
 """What the sections share: cases that are counted and not repeated, findings, programs under limits, a report."""
 
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import tempfile
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +81,8 @@ class Section:
         found = {finding.split(":")[0] for finding in self.state["findings"]}
         self.state["done"] = sorted(self.done - found)
         self.state["seconds"] = self.seconds_before + self.saved - self.started
-        path = self.campaign.state_path
-        path.with_suffix(".new").write_text(json.dumps(self.campaign.states, indent=1))
+        path = self.campaign.state_path(self.name)
+        path.with_suffix(".new").write_text(json.dumps(self.state, indent=1))
         path.with_suffix(".new").replace(path)
 
     def sample(self, names, number):
@@ -142,18 +144,27 @@ class Campaign:
         self.folder = Path(os.environ.get("HALFBYTE_CAMPAIGN", ROOT / "build" / "campaign"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.scratch = os.environ.get("HALFBYTE_SCRATCH")  # None: the system's
-        self.state_path = self.folder / f"{'quick' if quick else 'full'}-{seed}.json"
-        self.states = {}
-        if self.state_path.exists() and not restart and not quick:
-            self.states = json.loads(self.state_path.read_text())
-        self.ran = []
+        self.states, self.ran = {}, []  # by section
+        if not restart and not quick:
+            files = {name: self.state_path(name) for name in SECTIONS}
+            self.states = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
-    def run(self, name, function):
-        state = self.states.setdefault(name, {"done": [], "runs": 0, "counts": {}, "findings": [], "seconds": 0.0})
+    def state_path(self, name):
+        return self.folder / f"{'quick' if self.quick else 'full'}-{self.seed}-{name}.json"
+
+    def run(self, functions):
+        """Runs sections, {name: function}: one for each two CPUs of a machine, since most wait for their tools half the time."""
+        self.ran = list(functions)
+        with ProcessPoolExecutor(max(2, os.cpu_count() // 2), multiprocessing.get_context("fork")) as pool:
+            running = {name: pool.submit(self.run_section, name, function) for name, function in functions.items()}
+            self.states |= {name: future.result() for name, future in running.items()}
+
+    def run_section(self, name, function):
+        """What became of it."""
+        state = self.states.get(name) or {"done": [], "runs": 0, "counts": {}, "seconds": 0.0}
         state["complete"] = False
         state["findings"] = []  # a case with a finding runs again
         section = Section(self, name, state)
-        self.ran.append(name)
         print(f"== {name}", flush=True)
         try:
             function(section)
@@ -162,6 +173,7 @@ class Campaign:
         state["complete"] = section.is_complete
         section.save()
         print(line_of(name, state), flush=True)
+        return state
 
     def finish(self):
         """Writes report.json and report.txt; the exit code."""
