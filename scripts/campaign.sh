@@ -3,7 +3,7 @@
 # directories and hosts. Installs and builds what that takes.
 #   scripts/campaign.sh [--quick] [--seed WORD] [--time SECONDS] [--restart] [SECTION...]
 #       runs the sections named (all of them) and goes on where the last run with this seed was stopped. --quick: a part
-#       of each, three minutes in all. --time: each section ends after so long. --restart: forget what earlier runs did.
+#       of each, two minutes in all. --time: each section ends after so long. --restart: forget what earlier runs did.
 #       Exit code 1 if something was found.
 #   scripts/campaign.sh --case NAME SECTION
 #       runs the one case that a finding names

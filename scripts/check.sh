@@ -75,12 +75,18 @@ stage_mpi() {  # several processes of the tool, connected by Open MPI and by MPI
   cmake --build --preset ci --target halfbyte_cli
   # As root in a container, with more processes than cores.
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-  test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none"
-  test_mpi mpich mpirun.mpich
-  test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none" hosts -k "not 15 and not errors_are"
+  build_mpi openmpi
+  build_mpi mpich
+  # Side by side: most of the time is spent in waiting, of Slurm's above all.
+  local code=0
+  (test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none" && test_mpi mpich mpirun.mpich) >"$work/here" 2>&1 &
+  test_mpi openmpi "mpirun.openmpi --oversubscribe --bind-to none" hosts -k "not 15 and not errors_are" || code=1
   # A process is lost tens of times in a test, which Slurm takes seconds to notice.
-  test_mpi openmpi "srun -K --mpi=pmix" slurm -k "not 15"
-  test_mpi mpich "srun -K --mpi=pmi2" slurm -k "bytes_of_one or errors_are"
+  test_mpi openmpi "srun -K --mpi=pmix" slurm -k "not 15" || code=1
+  test_mpi mpich "srun -K --mpi=pmi2" slurm -k "bytes_of_one or errors_are" || code=1
+  wait $! || code=1
+  cat "$work/here"
+  return $code
 }
 
 stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
@@ -152,14 +158,17 @@ stage_campaign() {  # attacks on the tool and the library: a part of each sectio
 
 # ---- What they use
 
-# test_mpi NAME LAUNCHER: the plug-in for one implementation of MPI, and its tests.
-# test_mpi LIBRARY LAUNCHER [CLUSTER [ARGUMENT...]]: with the cluster of tests/mpi/cluster.sh, where this machine allows one.
+# build_mpi LIBRARY: the plug-in for one implementation of MPI.
+build_mpi() {
+  cmake -S . -B "build/mpi-$1" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHALFBYTE_MPI=ON -DHALFBYTE_CLI=OFF \
+    -DHALFBYTE_TESTS=OFF -DHALFBYTE_WERROR=ON -DMPI_CXX_COMPILER="mpicxx.$1" >/dev/null
+  cmake --build "build/mpi-$1" --target halfbyte_mpi
+}
+
+# test_mpi LIBRARY LAUNCHER [CLUSTER [ARGUMENT...]]: its tests, with the cluster of tests/mpi/cluster.sh, where this machine allows one.
 test_mpi() {
   local library=$1 launcher=$2 cluster=() code=0
   if [[ ${3-} ]]; then cluster=(tests/mpi/cluster.sh "$3"); fi
-  cmake -S . -B "build/mpi-$library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHALFBYTE_MPI=ON -DHALFBYTE_CLI=OFF \
-    -DHALFBYTE_TESTS=OFF -DHALFBYTE_WERROR=ON -DMPI_CXX_COMPILER="mpicxx.$library" >/dev/null
-  cmake --build "build/mpi-$library" --target halfbyte_mpi
   HALFBYTE_MPI=$PWD/build/mpi-$library/libhalfbyte_mpi.so HALFBYTE_MPIRUN=$launcher "${cluster[@]}" \
     "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/mpi "${@:4}" || code=$?
   ((code == 0 || (code == 77 && ${#cluster[@]})))
