@@ -103,7 +103,7 @@ stage_kernels() {  # every kernel for every GPU generation, by NVRTC and ptxas
   echo "NVRTC: $HALFBYTE_NVRTC"
   echo "ptxas: $HALFBYTE_PTXAS"
   export HALFBYTE_NVRTC HALFBYTE_PTXAS CI=true  # so that a test that finds none fails
-  if ((full)); then export HALFBYTE_JIT_FULL=1; fi
+  if ((full)); then export HALFBYTE_JIT_FULL=1; else export HALFBYTE_JIT_SEED=$seed; fi
   cmake --build --preset ci --target halfbyte_cli halfbyte_kernel_tests
   run_ctest kernels
 }
@@ -144,10 +144,20 @@ stage_arm() {  # unit tests of what computes, on ARM with NEON, under emulation;
 
 stage_sanitizers() {  # unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, or under ThreadSanitizer
   install_packages "${packages[@]}"
-  printf '%s\n' asan tsan | part 1 >"$work/sanitizers"
+  # Instrumented kernels compile for minutes: one of two vector targets is left out, where this machine has both.
+  if ((full)) || ! grep -qw avx512bw /proc/cpuinfo; then
+    printf '%s\n' asan tsan
+  else
+    printf '%s\n' {asan,tsan}' '{HWY_AVX2,'HWY_AVX3;HWY_AVX3_DL'}
+  fi | part 1 >"$work/sanitizers"
+  local preset without
   # All tests of what untrusted input reaches, or of what has threads; and a part of the others.
-  if grep -q asan "$work/sanitizers"; then run_sanitizer asan src/{core,cuda,io,kernels} tests/*_test.cc; fi
-  if grep -q tsan "$work/sanitizers"; then run_sanitizer tsan src/{cpu,cuda} src/ops/all_reduce src/io/{block_worker,checkpoint,file,output_weight,resume,team,verify_span,whole_tensors}_test.cc; fi
+  local asan=(src/{core,cuda,io,kernels} tests/*_test.cc) tsan=(src/{cpu,cuda} src/ops/all_reduce
+    src/io/{block_worker,checkpoint,file,output_weight,resume,team,verify_span,whole_tensors}_test.cc)
+  while read -r preset without <&3; do
+    local -n paths=$preset
+    run_sanitizer "$preset" "$without" "${paths[@]}"
+  done 3<"$work/sanitizers"
 }
 
 stage_campaign() {  # attacks on the tool and the library: a part of each section of scripts/campaign.sh
@@ -244,26 +254,19 @@ lint_kernel() {
     -include tools/nvrtc_prelude.h -Isrc -I"$2" 2>/dev/null && echo "clean: $1"
 }
 
-# run_sanitizer PRESET PATH...: the tests of the units there, and a part of the others.
+# run_sanitizer PRESET WITHOUT PATH...: without targets of Highway, the tests of the units there and a part of the others.
 run_sanitizer() {
-  local preset=$1 chosen
-  shift
-  say "preset $preset"
+  local preset=$1 without=$2 chosen
+  shift 2
+  say "preset $preset${without:+, without $without}"
   choose_units "$@" -- src
-  cmake --preset "$preset" -DHALFBYTE_TEST_UNITS="$units" -DHALFBYTE_WITHOUT_TARGETS="$(targets_to_leave_out)" >/dev/null
+  cmake --preset "$preset" -DHALFBYTE_TEST_UNITS="$units" -DHALFBYTE_WITHOUT_TARGETS="$without" >/dev/null
   cmake --build --preset "$preset" --target halfbyte_tests
   "build/$preset/halfbyte_tests" --gtest_list_tests | name_tests >"$work/all"
   tests_of "$@" <"$work/all" >"$work/always"
   { cat "$work/always" && grep -vFxf "$work/always" "$work/all" | part 60; } >"$work/chosen"
   mapfile -t chosen <"$work/chosen"
   run_tests "build/$preset/halfbyte_tests" "${chosen[@]}"
-}
-
-# targets_to_leave_out: of AVX2 and AVX-512, one that the seed chooses, since instrumented kernels compile for minutes.
-# Nothing with --full, or where this machine would run only the other.
-targets_to_leave_out() {
-  if ((full)) || ! grep -qw avx512bw /proc/cpuinfo; then return; fi
-  printf '%s\n' 'HWY_AVX2' 'HWY_AVX3;HWY_AVX3_DL' | part 1
 }
 
 # choose_units PATH... -- PATH...: sets units, for HALFBYTE_TEST_UNITS: the units of tests in the first, and a part of the others.

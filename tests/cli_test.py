@@ -274,7 +274,7 @@ def test_precompile_refuses(tmp_path, with_stubs):
 def test_precompile_cancelled_leaves_nothing(tmp_path, with_stubs):
     slow = {**with_stubs[0], "STUB_NVRTC_SLEEP_MS": "50"}
     for jobs in [1, 4]:
-        command = [CLI, "precompile", "--arch", "sm_90a", "--jobs", str(jobs), "-o", str(tmp_path / "k.hbk")]
+        command = [CLI, "precompile", "--arch", "sm_90a", "--ops", "quantize", "--jobs", str(jobs), "-o", str(tmp_path / "k.hbk")]
         process = subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True)
         time.sleep(1)
         process.send_signal(signal.SIGTERM)  # to the parent alone
@@ -286,7 +286,7 @@ def test_precompile_cancelled_leaves_nothing(tmp_path, with_stubs):
 @pytest.mark.parametrize("number, code, words", [(signal.SIGKILL, NO_MEMORY, "fewer --jobs"), (signal.SIGSEGV, BUG, "signal 11")])
 def test_precompile_tells_how_a_worker_ended(tmp_path, with_stubs, number, code, words):
     slow = {**with_stubs[0], "STUB_NVRTC_SLEEP_MS": "50"}
-    command = [CLI, "precompile", "--arch", "sm_90a", "--jobs", "2", "-o", str(tmp_path / "k.hbk")]
+    command = [CLI, "precompile", "--arch", "sm_90a", "--ops", "quantize", "--jobs", "2", "-o", str(tmp_path / "k.hbk")]
     process = subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True)
     children = []
     while not children and process.poll() is None:

@@ -121,30 +121,35 @@ KernelSpec specialise(const Kernel& kernel, const KernelConfig& config) {
 
 std::vector<KernelConfiguration> all_configurations(
     const Kernel& kernel, const std::function<bool(const std::string& key, const std::string& value)>& uses) {
-  std::vector<KernelConfig> configs = {{}};
+  std::vector<std::vector<std::string>> choices;  // of each key, the values that are used
+  KernelConfig config;
   for (const KernelKey& key : kernel.info.keys) {
-    std::vector<KernelConfig> longer;
+    std::vector<std::string>& own = choices.emplace_back();
     const std::vector<std::string> only_default = {key.default_value()};
-    for (const std::string& value : key.values.empty() ? only_default : key.values) {
-      if (uses && !uses(key.name, value)) continue;
-      for (const KernelConfig& config : configs) {
-        longer.push_back(config);
-        longer.back().emplace_back(key.name, value);
-      }
-    }
-    configs = std::move(longer);
+    std::ranges::copy_if(key.values.empty() ? only_default : key.values, std::back_inserter(own),
+                         [&](const std::string& value) { return !uses || uses(key.name, value); });
+    if (own.empty()) return {};
+    config.emplace_back(key.name, own[0]);
   }
+  KernelValues values(config.begin(), config.end());
   std::vector<KernelConfiguration> configurations;
   std::set<std::string> found;
-  for (KernelConfig& config : configs) {
+  // All combinations, of which most are refused: the value of the first key changes first.
+  for (std::vector<size_t> at(choices.size());;) {
     try {
-      KernelSpec spec = specialise_values(kernel, {config.begin(), config.end()});
-      if (found.insert(spec.config).second) configurations.push_back({std::move(config), std::move(spec)});
+      KernelSpec spec = specialise_values(kernel, values);
+      if (found.insert(spec.config).second) configurations.push_back({config, std::move(spec)});
     } catch (const Error& error) {
       if (error.code() != ErrorCode::usage) throw;  // the values do not go together
     }
+    size_t key = 0;
+    for (bool carries = true; carries; ++key) {
+      if (key == at.size()) return configurations;
+      carries = ++at[key] == choices[key].size();
+      if (carries) at[key] = 0;
+      config[key].second = values[config[key].first] = choices[key][at[key]];
+    }
   }
-  return configurations;
 }
 
 const std::vector<KernelInfo>& all_kernels() {
