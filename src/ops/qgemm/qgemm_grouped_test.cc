@@ -144,6 +144,11 @@ TEST(QgemmGrouped, EmptyExtents) {
 
 // Whatever routing says, nothing else is touched: guards around the tensors see it.
 TEST(QgemmGrouped, RoutingOfAnyContent) {
+#ifdef __SANITIZE_THREAD__  // a slot that comes twice is a race for its row of y, which either thread may win
+  constexpr int kMostThreads = 1;
+#else
+  constexpr int kMostThreads = 2;
+#endif
   std::mt19937_64 random(5);
   for (int i = 0; i < 200; ++i) {
     GroupedCase test(small(i % 3 == 0 ? ExpertRows::offsets : ExpertRows::indices), 1, Routing::random);
@@ -153,7 +158,7 @@ TEST(QgemmGrouped, RoutingOfAnyContent) {
     };
     for (int32_t& offset : test.offsets) offset = anything();
     for (int32_t& slot : test.slots) slot = anything();
-    run_on_cpu(test, 1 + i % 2);
+    run_on_cpu(test, 1 + i % kMostThreads);
   }
 }
 
