@@ -154,6 +154,16 @@ HWY_INLINE void sum_fours(const Memory* HWY_RESTRICT x, const Memory* HWY_RESTRI
   if constexpr (kMode == Mode::scale_and_zero) std::fill_n(zero_sums, fours(n), F{0});
 }
 
+// The same of `count` groups one behind the other, the first of them number `group`; each has `stride` sums.
+template <class Type, Mode kMode, class Memory = typename Type::Memory, class F = typename Type::Compute>
+void sum_fours_of_groups(const Memory* x, const Memory* dy, int64_t n, int64_t count, int64_t readable,
+                         const Scales<F>& scales, int64_t group, const TableValues<F>& table, Memory* dx,
+                         F* scale_sums, F* zero_sums, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i)
+    sum_fours<Type, kMode>(x + i * n, dy + i * n, n, readable - i * n, scales, group + i, table, dx + i * n,
+                           scale_sums + i * stride, zero_sums + i * stride);
+}
+
 // to[i] = from[i] + to[i]
 template <class F>
 HWY_INLINE void add_to(const F* HWY_RESTRICT from, F* HWY_RESTRICT to, int64_t n) {
@@ -205,7 +215,8 @@ class RowSums {
 
 // ---- Tensors
 
-template <class Type, Mode kMode>
+// The loops over elements are compiled once for each mode, all around them once.
+template <class Type>
 class Runner {
  public:
   using F = typename Type::Compute;
@@ -218,9 +229,18 @@ class Runner {
         dy_(static_cast<const Memory*>(tensors.dy)),
         dx_(static_cast<Memory*>(tensors.y)),
         past_caches_(problem.num_elements() * size_of(problem.dtype) >= linear::kStreamBytes),
-        memory_(tensors.scratch ? *tensors.scratch : own_) {}
+        num_sums_(problem.learns_zeros() ? 2 : 1),
+        memory_(tensors.scratch ? *tensors.scratch : own_) {
+    if (problem.codec.kind == formats::Kind::table) {
+      compute_terms_ = &compute_terms<Type, Mode::table>;
+      sum_fours_ = &sum_fours_of_groups<Type, Mode::table>;
+    } else if (problem.learns_zeros()) {
+      compute_terms_ = &compute_terms<Type, Mode::scale_and_zero>;
+      sum_fours_ = &sum_fours_of_groups<Type, Mode::scale_and_zero>;
+    }
+  }
 
-  // What a run by one thread takes of its scratch.
+  // What a run by one thread takes of its scratch, with two sums.
   static int64_t scratch_bytes(const LsqProblem& p) {
     if (p.num_elements() == 0) return 0;
     const bool one = p.num_scales == 1 && p.scale_strides.axis == 0, channels = p.scale_strides.outer == 0;
@@ -228,8 +248,8 @@ class Runner {
     const int64_t size = one ? p.num_elements() : channels ? p.outer * p.inner : p.group_size;
     const int64_t piece = columns ? kRows : kPiece, pieces = (size + piece - 1) / piece;
     return halfbyte::Scratch::bytes_of<Scratch>(1) +
-           halfbyte::Scratch::bytes_of<F>(kSums * p.num_scales * pieces) +
-           (columns ? kSums * RowSums<F>::bytes(std::max(kRows, pieces)) : 0);
+           halfbyte::Scratch::bytes_of<F>(kMostSums * p.num_scales * pieces) +
+           (columns ? kMostSums * RowSums<F>::bytes(std::max(kRows, pieces)) : 0);
   }
 
   QuantizeStatus run() {
@@ -254,14 +274,16 @@ class Runner {
   }
 
  private:
-  static constexpr int kSums = kMode == Mode::scale_and_zero ? 2 : 1;
-  using Totals = std::array<F, kSums>;
+  static constexpr int64_t kMostSums = 2;
+  struct Totals {
+    F scale = 0, zero = 0;
+  };
 
   // What a thread works with. `terms`: [sum], of four elements each.
   struct Scratch {
     Scales<F> scales;
-    RowSums<F> rows[kSums];
-    HWY_ALIGN F terms[kSums][kPiece + kPad];
+    RowSums<F> rows[kMostSums];
+    HWY_ALIGN F terms[kMostSums][kPiece + kPad];
     HWY_ALIGN Memory x[kPiece + kPad], dy[kPiece + kPad], dx[kPiece + kPad];
     QuantizeStatus status, ignored;
   };
@@ -305,7 +327,7 @@ class Runner {
   }
   // What a scale that is none adds is 0, whatever `scale`.
   void store(int64_t group, const Totals& totals, F scale) const {
-    lsq_ref::store_gradients(problem_, tensors_, group, totals[0], totals[kSums - 1], scale);
+    lsq_ref::store_gradients(problem_, tensors_, group, totals.scale, totals.zero, scale);
   }
 
   // Groups of `size` elements along rows, one behind the other.
@@ -317,7 +339,7 @@ class Runner {
       return run_pieces((size + kPiece - 1) / kPiece, size_of_group,
                         [&](Scratch& scratch, int64_t group, int64_t begin, int64_t n) HWY_ATTR {
                           const int64_t at = begin_of(group) + begin;
-                          compute(scratch, x_ + at, dy_ + at, n, n, 0, scratch.dx, 0);
+                          compute(scratch, x_ + at, dy_ + at, n, 1, n, 0, scratch.dx, 0, 0);
                           write(scratch.dx, n, dx_ + at);
                         });
     }
@@ -329,18 +351,19 @@ class Runner {
                const int64_t begin = begin_of(first), last = first + count - 1;
                const int64_t n = begin_of(last) + size_of_group(last) - begin;
                load(scratch, first, count, true);
-               for (int64_t i = 0, at = 0; i < count; ++i) {
-                 const int64_t here = size_of_group(first + i);
-                 compute(scratch, x_ + begin + at, dy_ + begin + at, here, n - at, i, scratch.dx + at,
-                         i * stride);
+               for (int64_t i = 0, at = 0, groups = 0; i < count; i += groups) {
+                 const int64_t left = row - (first + i) % per_row * size, here = std::min(size, left);
+                 groups = std::clamp<int64_t>(left / size, 1, count - i);
+                 compute(scratch, x_ + begin + at, dy_ + begin + at, here, groups, n - at, i, scratch.dx + at,
+                         i * stride, stride);
                  if (here < size)
-                   for (int s = 0; s < kSums; ++s)
+                   for (int64_t s = 0; s < num_sums_; ++s)
                      std::fill(scratch.terms[s] + i * stride + fours(here),
                                scratch.terms[s] + (i + 1) * stride, F{0});
-                 at += here;
+                 at += groups * here;
                }
                write(scratch.dx, n, dx_ + begin);
-               for (int s = 0; s < kSums; ++s) add_up(scratch.terms[s], count, stride);
+               for (int64_t s = 0; s < num_sums_; ++s) add_up(scratch.terms[s], count, stride);
                for (int64_t i = 0; i < count; ++i)
                  store(first + i, totals_at(scratch.terms, i), scratch.scales.scale[i]);
              });
@@ -364,7 +387,7 @@ class Runner {
                    std::copy_n(x_ + from, length, scratch.x + to);
                    std::copy_n(dy_ + from, length, scratch.dy + to);
                  });
-                 compute(scratch, scratch.x, scratch.dy, n, n, 0, scratch.dx, 0);
+                 compute(scratch, scratch.x, scratch.dy, n, 1, n, 0, scratch.dx, 0, 0);
                  for_each_run([&](int64_t from, int64_t to, int64_t length) {
                    std::copy_n(scratch.dx + to, length, dx_ + from);
                  });
@@ -375,8 +398,8 @@ class Runner {
   // of the group, whose scale is number 0.
   template <class SizeOf, class Body>
   void run_pieces(int64_t pieces, const SizeOf& size_of_group, const Body& body) {
-    F* const sums = zeros(kSums * problem_.num_scales * pieces);
-    const auto at = [&](int sum, int64_t group) {
+    F* const sums = zeros(num_sums_ * problem_.num_scales * pieces);
+    const auto at = [&](int64_t sum, int64_t group) {
       return sums + (sum * problem_.num_scales + group) * pieces;
     };
     for_each(problem_.num_scales * pieces, kPiece, [&](Scratch& scratch, int64_t item) HWY_ATTR {
@@ -385,11 +408,11 @@ class Runner {
       if (n <= 0) return;
       load(scratch, group, 1, piece == 0);
       body(scratch, group, begin, n);
-      for (int s = 0; s < kSums; ++s) at(s, group)[piece] = tree_sum(scratch.terms[s], fours(n));
+      for (int64_t s = 0; s < num_sums_; ++s) at(s, group)[piece] = tree_sum(scratch.terms[s], fours(n));
     });
     for_each(problem_.num_scales, pieces, [&](Scratch& scratch, int64_t group) HWY_ATTR {
-      Totals totals;
-      for (int s = 0; s < kSums; ++s) totals[static_cast<size_t>(s)] = tree_sum(at(s, group), pieces);
+      Totals totals{tree_sum(at(0, group), pieces)};
+      if (num_sums_ == 2) totals.zero = tree_sum(at(1, group), pieces);
       load(scratch, group, 1, false);
       store(group, totals, scratch.scales.scale[0]);
     });
@@ -401,13 +424,13 @@ class Runner {
     const int64_t pieces = (size + kRows - 1) / kRows, across = (columns + kColumns - 1) / kColumns;
     // Totals of columns [column, column + width) of a band, from scratch.rows.
     const auto finish = [&](Scratch& scratch, int64_t band, int64_t column, int64_t width) HWY_ATTR {
-      std::array<const F*, kSums> totals;
-      for (size_t s = 0; s < kSums; ++s) totals[s] = scratch.rows[s].total(width);
+      const F* totals[kMostSums];
+      for (int64_t s = 0; s < num_sums_; ++s) totals[s] = scratch.rows[s].total(width);
       for (int64_t i = 0; i < width; ++i)
         store(band * columns + column + i, totals_at(totals, i), scratch.scales.scale[i]);
     };
-    F* const sums = zeros(pieces == 1 ? 0 : kSums * bands * pieces * columns);
-    const auto at = [&](int sum, int64_t band, int64_t piece) {
+    F* const sums = zeros(pieces == 1 ? 0 : num_sums_ * bands * pieces * columns);
+    const auto at = [&](int64_t sum, int64_t band, int64_t piece) {
       return sums + ((sum * bands + band) * pieces + piece) * columns;
     };
     for_each(bands * pieces * across, kRows * kColumns, [&](Scratch& scratch, int64_t item) HWY_ATTR {
@@ -429,13 +452,13 @@ class Runner {
           for (int64_t i = 0; i < width; ++i)
             terms[i] = run_element(scratch.scales.params(i), x_[index + i], dy_[index + i], scratch.dx[i]);
         else
-          compute_terms<Type, kMode>(x_ + index, dy_ + index, width, scratch.scales, table_, scratch.dx,
-                                     terms, scratch.rows[kSums - 1].next());
-        for (auto& sum : scratch.rows) sum.add(width);
+          compute_terms_(x_ + index, dy_ + index, width, scratch.scales, table_, scratch.dx, terms,
+                         scratch.rows[num_sums_ - 1].next());
+        for (int64_t s = 0; s < num_sums_; ++s) scratch.rows[s].add(width);
         write(scratch.dx, width, dx_ + index);
       }
       if (pieces == 1) return finish(scratch, band, column, width);
-      for (int s = 0; s < kSums; ++s)
+      for (int64_t s = 0; s < num_sums_; ++s)
         std::copy_n(scratch.rows[s].total(width), width, at(s, band, piece) + column);
     });
     if (pieces == 1) return;
@@ -443,7 +466,7 @@ class Runner {
       const int64_t band = item / across, column = item % across * kColumns;
       const int64_t width = std::min(kColumns, columns - column);
       for (int64_t piece = 0; piece < pieces; ++piece)
-        for (int s = 0; s < kSums; ++s) {
+        for (int64_t s = 0; s < num_sums_; ++s) {
           std::copy_n(at(s, band, piece) + column, width, scratch.rows[s].next());
           scratch.rows[s].add(width);
         }
@@ -459,10 +482,8 @@ class Runner {
   }
 
   template <class Terms>
-  static Totals totals_at(const Terms& terms, int64_t i) {
-    Totals totals;
-    for (size_t s = 0; s < kSums; ++s) totals[s] = terms[s][i];
-    return totals;
+  Totals totals_at(const Terms& terms, int64_t i) const {
+    return {terms[0][i], num_sums_ == 2 ? terms[1][i] : 0};
   }
 
   // dx of an element, and what it adds to the sum of its scale. Learned zero points are never far.
@@ -476,21 +497,23 @@ class Runner {
     return terms.scale;
   }
 
-  HWY_INLINE void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t readable,
-                          int64_t group, Memory* dx, int64_t to) const {
-    if (scratch.scales.far) {
-      const auto params = scratch.scales.params(group);
-      F* const sums = scratch.terms[0] + to;
+  // dx of `count` groups of n elements, the first of them number `group`, and `stride` sums of four terms
+  // each from scratch.terms + to on.
+  void compute(Scratch& scratch, const Memory* x, const Memory* dy, int64_t n, int64_t count,
+               int64_t readable, int64_t group, Memory* dx, int64_t to, int64_t stride) const {
+    if (!scratch.scales.far)
+      return sum_fours_(x, dy, n, count, readable, scratch.scales, group, table_, dx, scratch.terms[0] + to,
+                        scratch.terms[num_sums_ - 1] + to, stride);
+    for (int64_t g = 0; g < count; ++g) {
+      const auto params = scratch.scales.params(group + g);
+      F* const sums = scratch.terms[0] + to + g * stride;
       for (int64_t i = 0; i < n; i += 4) {
         F terms[4] = {};
         for (int64_t j = i; j < std::min(n, i + 4); ++j)
-          terms[j - i] = run_element(params, x[j], dy[j], dx[j]);
+          terms[j - i] = run_element(params, x[g * n + j], dy[g * n + j], dx[g * n + j]);
         sums[i / 4] = (terms[0] + terms[1]) + (terms[2] + terms[3]);
       }
-      return;
     }
-    sum_fours<Type, kMode>(x, dy, n, readable, scratch.scales, group, table_, dx, scratch.terms[0] + to,
-                           scratch.terms[kSums - 1] + to);
   }
 
   // The sums of `count` groups of `size` terms, to the first `count` places.
@@ -508,6 +531,10 @@ class Runner {
   const Memory *x_, *dy_;
   Memory* dx_;
   bool past_caches_;
+  int64_t num_sums_;  // of the scale, and of the zero point where it is learned
+  // Of the mode of the problem.
+  decltype(&compute_terms<Type, Mode::scale>) compute_terms_ = &compute_terms<Type, Mode::scale>;
+  decltype(&sum_fours_of_groups<Type, Mode::scale>) sum_fours_ = &sum_fours_of_groups<Type, Mode::scale>;
   halfbyte::Scratch own_;
   halfbyte::Scratch& memory_;  // of what all threads share
   Scratch* only_ = nullptr;    // of one thread
@@ -515,36 +542,29 @@ class Runner {
   QuantizeStatus status_;
 };
 
-template <class Type>
-QuantizeStatus run(const LsqProblem& problem, const LsqTensors& tensors) {
-  if (problem.codec.kind == formats::Kind::table) return Runner<Type, Mode::table>(problem, tensors).run();
-  if (problem.learns_zeros()) return Runner<Type, Mode::scale_and_zero>(problem, tensors).run();
-  return Runner<Type, Mode::scale>(problem, tensors).run();
-}
-
-int64_t LsqScratchBytes(const LsqProblem& problem) {  // of the mode with the most sums
+int64_t LsqScratchBytes(const LsqProblem& problem) {
   switch (problem.dtype) {
     case DType::f32:
-      return Runner<F32, Mode::scale_and_zero>::scratch_bytes(problem);
+      return Runner<F32>::scratch_bytes(problem);
     case DType::f16:
-      return Runner<F16, Mode::scale_and_zero>::scratch_bytes(problem);
+      return Runner<F16>::scratch_bytes(problem);
     case DType::bf16:
-      return Runner<BF16, Mode::scale_and_zero>::scratch_bytes(problem);
+      return Runner<BF16>::scratch_bytes(problem);
     default:
-      return Runner<F64, Mode::scale_and_zero>::scratch_bytes(problem);
+      return Runner<F64>::scratch_bytes(problem);
   }
 }
 
 QuantizeStatus LsqCpu(const LsqProblem& problem, const LsqTensors& tensors) {
   switch (problem.dtype) {
     case DType::f32:
-      return run<F32>(problem, tensors);
+      return Runner<F32>(problem, tensors).run();
     case DType::f16:
-      return run<F16>(problem, tensors);
+      return Runner<F16>(problem, tensors).run();
     case DType::bf16:
-      return run<BF16>(problem, tensors);
+      return Runner<BF16>(problem, tensors).run();
     default:
-      return run<F64>(problem, tensors);
+      return Runner<F64>(problem, tensors).run();
   }
 }
 
