@@ -861,6 +861,132 @@ HWY_INLINE void lookup_group(const Bf16Lookup& lookup, const uint16_t* HWY_RESTR
 
 #endif  // HALFBYTE_VBMI
 
+// Whether codes come of E2m1OfBf16.
+inline bool has_e2m1_thresholds(const formats::Codec& codec, DType dtype, int64_t group_size) {
+  return HALFBYTE_AVX512 && dtype == DType::bf16 && codec.book == formats::books::fp4_e2m1 &&
+         (group_size == 16 || group_size == 32);
+}
+
+#if HALFBYTE_AVX512
+// E2M1 codes of bf16 for 16 groups of n = 16 or 32 elements, by comparing the bits of |x| with seven
+// thresholds of each group. Elements are transposed: eight vectors, of which the i-th has the i-th of every
+// eight elements of 256, so that a lane has a threshold and a word gets codes of its own. Vectors of eights:
+// of source vector k and its 128-bit block b they have lane 8 * b + k.
+template <int kSize>
+class E2m1OfBf16 {
+  static_assert(kSize == 16 || kSize == 32);
+  static constexpr int kBlocks = kSize / 16, kBlocksOfGroup = kSize / 8;
+
+ public:
+  // Reads 16 * kSize elements.
+  HWY_INLINE explicit E2m1OfBf16(const uint16_t* HWY_RESTRICT x) {
+    for (int block = 0; block < kBlocks; ++block) {
+      __m512i in[8], pairs[8], fours[8];
+      for (int i = 0; i < 8; ++i) in[i] = _mm512_loadu_si512(x + 256 * block + 32 * i);
+      for (int i = 0; i < 4; ++i) {
+        pairs[2 * i] = _mm512_unpacklo_epi16(in[2 * i], in[2 * i + 1]);
+        pairs[2 * i + 1] = _mm512_unpackhi_epi16(in[2 * i], in[2 * i + 1]);
+      }
+      for (int i = 0; i < 8; i += 4)
+        for (int half = 0; half < 2; ++half) {
+          fours[i + 2 * half] = _mm512_unpacklo_epi32(pairs[i + half], pairs[i + 2 + half]);
+          fours[i + 2 * half + 1] = _mm512_unpackhi_epi32(pairs[i + half], pairs[i + 2 + half]);
+        }
+      for (int i = 0; i < 4; ++i) {
+        x_[8 * block + 2 * i] = _mm512_unpacklo_epi64(fours[i], fours[i + 4]);
+        x_[8 * block + 2 * i + 1] = _mm512_unpackhi_epi64(fours[i], fours[i + 4]);
+      }
+    }
+  }
+
+  // The largest |x| of each group.
+  HWY_INLINE __m512 absmax() const {
+    __m512i largest[kBlocks];
+    for (int block = 0; block < kBlocks; ++block) {
+      __m512i all = magnitude(x_[8 * block]);
+      for (int i = 1; i < 8; ++i) all = _mm512_max_epu16(all, magnitude(x_[8 * block + i]));
+      all = _mm512_max_epu16(all, _mm512_shuffle_i64x2(all, all, 0xB1));
+      if (kSize == 32) all = _mm512_max_epu16(all, _mm512_shuffle_i64x2(all, all, 0x4E));
+      largest[block] = all;
+    }
+    alignas(64) static constexpr auto kWords = [] {
+      std::array<uint16_t, 32> words = {};
+      for (unsigned group = 0; group < 16; ++group) {
+        const unsigned vector = group * kSize / 32, block = group * kSize % 32 / 8;
+        words[2 * group + 1] = static_cast<uint16_t>(vector / 8 * 32 + block * 8 + vector % 8);
+      }
+      return words;
+    }();
+    const __m512i words = _mm512_load_si512(kWords.data());
+    constexpr __mmask32 kUpper = 0xAAAAAAAA;
+    return _mm512_castsi512_ps(
+        kBlocks == 1 ? _mm512_maskz_permutexvar_epi16(kUpper, words, largest[0])
+                     : _mm512_maskz_permutex2var_epi16(kUpper, largest[0], words, largest[kBlocks - 1]));
+  }
+
+  // The nibbles, by what decides x / scale > edge (TableBounds).
+  HWY_INLINE void encode(const TableBounds& bounds, const float* HWY_RESTRICT scales,
+                         uint8_t* HWY_RESTRICT to) const {
+    const __m512 scale = _mm512_load_ps(scales);
+    __m512i all[7];  // the largest bf16 that is not beyond each threshold, in the upper halves
+    for (int i = 0; i < 7; ++i) {
+      // A threshold has 25 bits: an f32, and a power of two.
+      const auto high = static_cast<float>(bounds.middle[8 + i]);
+      const auto low = static_cast<float>(bounds.middle[8 + i] - static_cast<double>(high));
+      all[i] = _mm512_castps_si512(_mm512_fmadd_round_ps(scale, _mm512_set1_ps(high),
+                                                         _mm512_mul_ps(scale, _mm512_set1_ps(low)),
+                                                         _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    }
+    const __m512i minus_zero = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+    const __m512i one = _mm512_set1_epi16(1), two = _mm512_set1_epi16(2), four = _mm512_set1_epi16(4),
+                  eight = _mm512_set1_epi16(8);
+    for (int block = 0; block < kBlocks; ++block) {
+      alignas(64) static constexpr auto kWords = [] {
+        std::array<std::array<uint16_t, 32>, kBlocks> words = {};
+        for (unsigned i = 0; i < kBlocks; ++i)
+          for (unsigned lane = 0; lane < 32; ++lane)
+            words[i][lane] =
+                static_cast<uint16_t>(2 * ((8 * i + lane % 8) * 4 + lane / 8) / kBlocksOfGroup / 2 * 2 + 1);
+        return words;
+      }();
+      const __m512i words = _mm512_load_si512(kWords[block].data());
+      __m512i t[7];
+      for (int i = 0; i < 7; ++i) t[i] = _mm512_permutexvar_epi16(words, all[i]);
+      __m512i codes[2];  // of four elements each
+      for (int half = 0; half < 2; ++half) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int i = 3; i >= 0; --i) {
+          const __m512i x = x_[8 * block + 4 * half + i], a = magnitude(x);
+          const __mmask32 negative = _mm512_cmpgt_epu16_mask(x, minus_zero);
+          const __mmask32 is_4 = _mm512_cmpgt_epi16_mask(a, t[3]);
+          const __mmask32 is_2 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(t[1], is_4, t[5]));
+          const __m512i below = _mm512_mask_mov_epi16(t[0], is_2, t[2]),
+                        above = _mm512_mask_mov_epi16(t[4], is_2, t[6]);
+          const __mmask32 is_1 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(below, is_4, above));
+          sum = _mm512_slli_epi16(sum, 4);
+          sum = _mm512_mask_add_epi16(sum, negative, sum, eight);
+          sum = _mm512_mask_add_epi16(sum, is_4, sum, four);
+          sum = _mm512_mask_add_epi16(sum, is_2, sum, two);
+          sum = _mm512_mask_add_epi16(sum, is_1, sum, one);
+        }
+        codes[half] = sum;
+      }
+      const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+      const auto store = [&](int at, __m512i eights) HWY_ATTR {
+        _mm512_storeu_si512(to + 128 * block + at, _mm512_permutexvar_epi32(order, eights));
+      };
+      store(0, _mm512_unpacklo_epi16(codes[0], codes[1]));
+      store(64, _mm512_unpackhi_epi16(codes[0], codes[1]));
+    }
+  }
+
+ private:
+  static HWY_INLINE __m512i magnitude(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF)); }
+
+  __m512i x_[8 * kBlocks];
+};
+#endif
+
 // What is made once for a table format and f32 arithmetic.
 struct Prepared {
   TableBounds bounds;
@@ -991,6 +1117,11 @@ class SpanQuantizer {
     const int64_t end = begin + count * n;
     batched_ = end;  // or they are for the groups one by one
     GroupBatch batch;
+#if HALFBYTE_AVX512
+    if constexpr (std::is_same_v<Type, BF16>)
+      if (has_thresholds_ && num_codes_ % 8 == 0)
+        return (n == 16 ? encode_e2m1<16>(begin, batch) : encode_e2m1<32>(begin, batch)) ? end : begin;
+#endif
     if (n < count) {
       for (int64_t i = 0; i < count; ++i) {
         const BitsRange<Type> range = bits_range<Type>(x_ + begin + i * n, n);
@@ -1043,6 +1174,26 @@ class SpanQuantizer {
     }
     return end;
   }
+
+#if HALFBYTE_AVX512
+  // A batch of groups of kSize elements, if they are plain.
+  template <int kSize>
+  bool encode_e2m1(int64_t begin, GroupBatch& batch) {
+    const auto* const x = reinterpret_cast<const uint16_t*>(x_) + begin;
+    fetch_ahead(x, 16 * kSize);
+    const E2m1OfBf16<kSize> groups(x);
+    const __m512 absmax = groups.absmax();
+    _mm512_store_ps(batch.max, absmax);
+    _mm512_store_ps(batch.min, _mm512_sub_ps(_mm512_setzero_ps(), absmax));
+    if (!batch.find(codec_, {problem_.scales, problem_.zeros, problem_.biases},
+                    span_.row * problem_.shape.groups_per_row + begin / kSize, kMostE2m1Scale<Type>))
+      return false;
+    flush();
+    groups.encode(bounds(), batch.code_scale, out_ + begin / 2);
+    packed_ = begin + 16 * kSize;
+    return true;
+  }
+#endif
 
   // Of a batch of groups of n elements, at least as many as it has groups.
   template <bool kMagnitudes>
@@ -1217,6 +1368,7 @@ class SpanQuantizer {
   const formats::Codec& codec_;
   const QuantizeSpan span_;
   const bool is_e2m1_ = codec_.book == formats::books::fp4_e2m1;
+  const bool has_thresholds_ = has_e2m1_thresholds(codec_, problem_.dtype, problem_.shape.group_size);
   bool by_rounding_ = false;           // of the group: e2m1_codes, e4m3_codes
   std::optional<TableBounds> bounds_;  // where none are prepared
   const Memory* x_;                    // the row
@@ -1255,7 +1407,8 @@ std::shared_ptr<const void> PrepareCpu(const QuantizeProblem& problem) {
   if (codec.kind != formats::Kind::table || problem.dtype == DType::f64) return nullptr;
   // With a global scale, what is stored does not scale with powers of two.
   const bool by_lookup = HALFBYTE_VBMI && problem.dtype == DType::bf16 &&
-                         codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0;
+                         codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0 &&
+                         !has_e2m1_thresholds(codec, problem.dtype, problem.shape.group_size);
   // A lookup costs as much as encoding 100,000 elements: keep the last ones.
   struct Entry {
     formats::Codec codec;
