@@ -540,11 +540,13 @@ struct FloatingCode {
   }
 };
 
-// What is read later than x[0 .. n - 1], while these are worked on: the processor does not run ahead so far.
-constexpr int64_t kAhead = 8192;  // bytes
+// What is read after the `block` elements from x on, while the n at x + at are worked on: the processor does
+// not run ahead so far. Blocks are read twice, first for their ranges.
+constexpr int64_t kAhead = 2048;            // bytes beyond the block
+constexpr int64_t kMostBlock = 128 * 1024;  // bytes: half of a small second-level cache
 template <class T>
-HWY_INLINE void fetch_ahead(const T* x, int64_t n) {
-  x += kAhead / static_cast<int64_t>(sizeof(T));
+HWY_INLINE void fetch_ahead(const T* x, int64_t n, int64_t block) {
+  x += block + kAhead / static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) hwy::Prefetch(x + i);
 }
 
@@ -587,7 +589,7 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
     const int64_t groups = 4 * N / n;
     for (int64_t i = 0; i < count; i += groups) {
       const auto* own = x + i * n;
-      fetch_ahead(own, groups * n);
+      fetch_ahead(own, groups * n, count * n);
       uint8_t* const out = to + (kNibbles ? i * n / 2 : i * n);
       if (n == N)
         encode_four<kNibbles, false, Type>(d, own, low, most, out,
@@ -601,7 +603,7 @@ HWY_INLINE void encode_each(const typename Type::Memory* HWY_RESTRICT x, int64_t
 #endif
   const int64_t whole = whole_vectors(n);
   for (int64_t i = 0; i < count; ++i) {
-    fetch_ahead(x + i * n, n);
+    fetch_ahead(x + i * n, n, count * n);
     encode_group<kNibbles, Type>(x + i * n, whole, low, most, code(i), to + (kNibbles ? i * n / 2 : i * n));
   }
 }
@@ -1020,7 +1022,10 @@ class SpanQuantizer {
   QuantizeStatus run() {
     const QuantShape& shape = problem_.shape;
     formats::GroupParams<F> params;
-    if (span_.params) params = convert_params<F>(*span_.params);
+    if (span_.params)
+      params = convert_params<F>(*span_.params);
+    else if (shape.group_size <= kMostBlock / static_cast<int64_t>(sizeof(Memory)))
+      block_ = shape.group_size;
     for (int64_t begin = span_.begin; begin < span_.end;) {
       const int64_t n = span_.params ? span_.end - begin : std::min(shape.group_size, span_.end - begin);
       const int64_t group = span_.row * shape.groups_per_row + begin / shape.group_size;
@@ -1090,7 +1095,7 @@ class SpanQuantizer {
     int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     alignas(64) uint16_t absmax[32];
     for (; begin + 4 * n <= span_.end; begin += 4 * n, group += 4) {
-      fetch_ahead(x + begin, 4 * n);
+      fetch_ahead(x + begin, 4 * n, 4 * n);
       _mm512_store_si512(
           absmax, largest_of_four(largest_bf16(x + begin, n), largest_bf16(x + begin + n, n),
                                   largest_bf16(x + begin + 2 * n, n), largest_bf16(x + begin + 3 * n, n)));
@@ -1180,7 +1185,7 @@ class SpanQuantizer {
   template <int kSize>
   bool encode_e2m1(int64_t begin, GroupBatch& batch) {
     const auto* const x = reinterpret_cast<const uint16_t*>(x_) + begin;
-    fetch_ahead(x, 16 * kSize);
+    fetch_ahead(x, 16 * kSize, 16 * kSize);
     const E2m1OfBf16<kSize> groups(x);
     const __m512 absmax = groups.absmax();
     _mm512_store_ps(batch.max, absmax);
@@ -1242,7 +1247,7 @@ class SpanQuantizer {
     const int64_t whole = n / N * N;
     for (int64_t i = 0; i < whole; i += kPiece) {
       const int64_t count = std::min(kPiece, whole - i);
-      fetch_ahead(x_ + begin + i, count);
+      fetch_ahead(x_ + begin + i, count, block_);
       encode_vectors(x_ + begin + i, count, params, codes + i);
     }
     if (whole < n) {
@@ -1311,7 +1316,7 @@ class SpanQuantizer {
           return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
         if constexpr (!kNibbles)
           for (int64_t i = 0; i < GroupBatch::size(); ++i) {
-            fetch_ahead(x + i * n, n);
+            fetch_ahead(x + i * n, n, GroupBatch::size() * n);
             table_ranks<Type>(x + i * n, whole_vectors(n), bounds(), scale[i], reciprocal[i], codes + i * n);
           }
         return;
@@ -1374,6 +1379,7 @@ class SpanQuantizer {
   const Memory* x_;                    // the row
   uint8_t* out_;                       // codes of the row
   int64_t batched_ = 0;                // columns before this one were tried as a batch
+  int64_t block_ = 0;                  // of groups one by one, if it stays in caches
   int64_t packed_;  // columns before this one are in out_; a multiple of 8 while codes_ is in use
   int64_t num_codes_ = 0;
   QuantizeStatus status_;
