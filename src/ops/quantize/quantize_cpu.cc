@@ -193,10 +193,13 @@ struct TableBounds {
     }
     middle[15] = std::numeric_limits<double>::infinity();
     nudge[15] = 0;
+    is_symmetric = middle[7] < 0 && middle[7] > -0x1p-140;
+    for (int i = 0; i < 7; ++i) is_symmetric = is_symmetric && middle[6 - i] == -middle[8 + i];
 #if HALFBYTE_AVX512
     find_bins(book);
 #endif
   }
+  bool is_symmetric;  // edges lie alike on both sides of zero, which has a code for each
 
 #if HALFBYTE_AVX512
   // 32 bins of x / scale, each with one edge at most: its threshold and those of all bins below tell the
@@ -209,8 +212,6 @@ struct TableBounds {
   alignas(64) int32_t rank_of_bin[32];  // edges below
 
   void find_bins(const formats::CodeBook& book) {
-    bool alike = middle[7] < 0 && middle[7] > -0x1p-140;
-    for (int i = 0; i < 7; ++i) alike = alike && middle[6 - i] == -middle[8 + i];
     struct Bins {
       bool of_magnitudes;
       float zero, most;
@@ -220,7 +221,7 @@ struct TableBounds {
         of_magnitudes = each.of_magnitudes;
         bin_of_zero = each.zero;
         bins_of_one = bins / book.max_magnitude;
-        has_bins = !of_magnitudes || alike;
+        has_bins = !of_magnitudes || is_symmetric;
         std::ranges::fill(edge_of_bin, 15);
         std::ranges::fill(rank_of_bin, of_magnitudes ? 8 : 0);
         for (int edge = of_magnitudes ? 8 : 0; edge < 15; ++edge) {
@@ -235,6 +236,17 @@ struct TableBounds {
           std::fill(rank_of_bin + bin + 1, rank_of_bin + 32, edge + 1);
         }
       }
+  }
+
+  // Where is_symmetric: the largest bf16 that is not beyond the i-th edge above zero, in the upper half of
+  // each lane.
+  HWY_INLINE __m512i bf16_thresholds(int i, __m512 scales) const {
+    // `middle` has 25 bits: an f32, and a power of two.
+    const auto high = static_cast<float>(middle[8 + i]);
+    const auto low = static_cast<float>(middle[8 + i] - static_cast<double>(high));
+    return _mm512_castps_si512(_mm512_fmadd_round_ps(scales, _mm512_set1_ps(high),
+                                                     _mm512_mul_ps(scales, _mm512_set1_ps(low)),
+                                                     _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
   }
 
   HWY_INLINE __m512 thresholds(float scale) const {
@@ -863,13 +875,41 @@ HWY_INLINE void lookup_group(const Bf16Lookup& lookup, const uint16_t* HWY_RESTR
 
 #endif  // HALFBYTE_VBMI
 
-// Whether codes come of E2m1OfBf16.
-inline bool has_e2m1_thresholds(const formats::Codec& codec, DType dtype, int64_t group_size) {
-  return HALFBYTE_AVX512 && dtype == DType::bf16 && codec.book == formats::books::fp4_e2m1 &&
-         (group_size == 16 || group_size == 32);
+#if HALFBYTE_AVX512
+// Adds to each lane how many of seven ascending thresholds |x| is beyond, and 8 where x is below zero: E2M1
+// where the thresholds are. All are bf16.
+HWY_INLINE __m512i add_e2m1(__m512i sum, __m512i x, const __m512i* t) {
+  const __m512i a = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+  const __mmask32 negative = _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  const __mmask32 is_4 = _mm512_cmpgt_epi16_mask(a, t[3]);
+  const __mmask32 is_2 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(t[1], is_4, t[5]));
+  const __m512i below = _mm512_mask_mov_epi16(t[0], is_2, t[2]),
+                above = _mm512_mask_mov_epi16(t[4], is_2, t[6]);
+  const __mmask32 is_1 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(below, is_4, above));
+  sum = _mm512_mask_add_epi16(sum, negative, sum, _mm512_set1_epi16(8));
+  sum = _mm512_mask_add_epi16(sum, is_4, sum, _mm512_set1_epi16(4));
+  sum = _mm512_mask_add_epi16(sum, is_2, sum, _mm512_set1_epi16(2));
+  return _mm512_mask_add_epi16(sum, is_1, sum, _mm512_set1_epi16(1));
 }
 
-#if HALFBYTE_AVX512
+// The nibbles of n bf16 of one group, a multiple of 64, by thresholds that lie 32 apart.
+HWY_INLINE void nibbles_by_thresholds(const uint16_t* HWY_RESTRICT x, int64_t n,
+                                      const uint16_t* HWY_RESTRICT thresholds, __m512i code_of_sum,
+                                      uint8_t* HWY_RESTRICT out) {
+  __m512i t[7];
+  for (int i = 0; i < 7; ++i) t[i] = _mm512_set1_epi16(static_cast<int16_t>(thresholds[32 * i]));
+  for (int64_t i = 0; i < n; i += 64) {
+    const __m512i zero = _mm512_setzero_si512();
+    const __m512i first = add_e2m1(zero, _mm512_loadu_si512(x + i), t),
+                  second = add_e2m1(zero, _mm512_loadu_si512(x + i + 32), t);
+    // Of each 128 bits eight of either.
+    const __m512i codes = _mm512_shuffle_epi8(code_of_sum, _mm512_packus_epi16(first, second));
+    const __m256i pairs = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001)));
+    const __m256i order = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i / 2), _mm256_permutevar8x32_epi32(pairs, order));
+  }
+}
+
 // E2M1 codes of bf16 for 16 groups of n = 16 or 32 elements, by comparing the bits of |x| with seven
 // thresholds of each group. Elements are transposed: eight vectors, of which the i-th has the i-th of every
 // eight elements of 256, so that a lane has a threshold and a word gets codes of its own. Vectors of eights:
@@ -930,18 +970,8 @@ class E2m1OfBf16 {
   HWY_INLINE void encode(const TableBounds& bounds, const float* HWY_RESTRICT scales,
                          uint8_t* HWY_RESTRICT to) const {
     const __m512 scale = _mm512_load_ps(scales);
-    __m512i all[7];  // the largest bf16 that is not beyond each threshold, in the upper halves
-    for (int i = 0; i < 7; ++i) {
-      // A threshold has 25 bits: an f32, and a power of two.
-      const auto high = static_cast<float>(bounds.middle[8 + i]);
-      const auto low = static_cast<float>(bounds.middle[8 + i] - static_cast<double>(high));
-      all[i] = _mm512_castps_si512(_mm512_fmadd_round_ps(scale, _mm512_set1_ps(high),
-                                                         _mm512_mul_ps(scale, _mm512_set1_ps(low)),
-                                                         _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
-    }
-    const __m512i minus_zero = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
-    const __m512i one = _mm512_set1_epi16(1), two = _mm512_set1_epi16(2), four = _mm512_set1_epi16(4),
-                  eight = _mm512_set1_epi16(8);
+    __m512i all[7];
+    for (int i = 0; i < 7; ++i) all[i] = bounds.bf16_thresholds(i, scale);
     for (int block = 0; block < kBlocks; ++block) {
       alignas(64) static constexpr auto kWords = [] {
         std::array<std::array<uint16_t, 32>, kBlocks> words = {};
@@ -957,20 +987,8 @@ class E2m1OfBf16 {
       __m512i codes[2];  // of four elements each
       for (int half = 0; half < 2; ++half) {
         __m512i sum = _mm512_setzero_si512();
-        for (int i = 3; i >= 0; --i) {
-          const __m512i x = x_[8 * block + 4 * half + i], a = magnitude(x);
-          const __mmask32 negative = _mm512_cmpgt_epu16_mask(x, minus_zero);
-          const __mmask32 is_4 = _mm512_cmpgt_epi16_mask(a, t[3]);
-          const __mmask32 is_2 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(t[1], is_4, t[5]));
-          const __m512i below = _mm512_mask_mov_epi16(t[0], is_2, t[2]),
-                        above = _mm512_mask_mov_epi16(t[4], is_2, t[6]);
-          const __mmask32 is_1 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(below, is_4, above));
-          sum = _mm512_slli_epi16(sum, 4);
-          sum = _mm512_mask_add_epi16(sum, negative, sum, eight);
-          sum = _mm512_mask_add_epi16(sum, is_4, sum, four);
-          sum = _mm512_mask_add_epi16(sum, is_2, sum, two);
-          sum = _mm512_mask_add_epi16(sum, is_1, sum, one);
-        }
+        for (int i = 3; i >= 0; --i)
+          sum = add_e2m1(_mm512_slli_epi16(sum, 4), x_[8 * block + 4 * half + i], t);
         codes[half] = sum;
       }
       const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -999,7 +1017,7 @@ struct Prepared {
   Prepared(const formats::Codec& codec, bool by_lookup) : bounds(codec.book) {
     (void)by_lookup;
 #if HALFBYTE_VBMI
-    if (by_lookup && !lookup.emplace(codec).usable) lookup.reset();
+    if (by_lookup && !bounds.is_symmetric && !lookup.emplace(codec).usable) lookup.reset();
 #endif
   }
 };
@@ -1124,7 +1142,7 @@ class SpanQuantizer {
     GroupBatch batch;
 #if HALFBYTE_AVX512
     if constexpr (std::is_same_v<Type, BF16>)
-      if (has_thresholds_ && num_codes_ % 8 == 0)
+      if (has_thresholds_ && n < 64 && num_codes_ % 8 == 0)
         return (n == 16 ? encode_e2m1<16>(begin, batch) : encode_e2m1<32>(begin, batch)) ? end : begin;
 #endif
     if (n < count) {
@@ -1141,17 +1159,18 @@ class SpanQuantizer {
     }
     const int64_t group = span_.row * problem_.shape.groups_per_row + begin / n;
     if (!batch.find(codec_, {problem_.scales, problem_.zeros, problem_.biases}, group,
-                    is_e2m1_ ? kMostE2m1Scale<Type> : 0x1p100f))
+                    is_e2m1_ || has_thresholds_ ? kMostE2m1Scale<Type> : 0x1p100f))
       return begin;
     by_rounding_ = is_e2m1_ || codec_.kind == formats::Kind::floating;
     // Whole vectors of each group, which have as many lanes as a batch has groups: what they take of the next
     // group is written again.
     if (n >= count && count * n <= kCodes && (n % count == 0 || end + count <= span_.end)) {
       const bool has_ranks = codec_.kind == formats::Kind::table && !by_rounding_;
+      const bool is_in_place = !has_ranks || has_thresholds_;
 #if HALFBYTE_PACKS_CODES
       // What needs no packing goes where it belongs.
       const bool is_whole = n == count || n == 2 * count || n % (4 * count) == 0;
-      if (!has_ranks && num_codes_ % 8 == 0 && n % count == 0 &&
+      if (is_in_place && num_codes_ % 8 == 0 && n % count == 0 &&
           (codec_.bits == 8 || (codec_.bits == 4 && is_whole))) {
         flush();
         if (codec_.bits == 8)
@@ -1181,6 +1200,23 @@ class SpanQuantizer {
   }
 
 #if HALFBYTE_AVX512
+  // Of a batch of groups of n elements, a multiple of 64.
+  HWY_INLINE void encode_by_thresholds(const uint16_t* x, int64_t n, const float* scales, uint8_t* codes) {
+    alignas(64) uint16_t thresholds[7][32];
+    for (int i = 0; i < 7; ++i)
+      _mm512_store_si512(thresholds[i], bounds().bf16_thresholds(i, _mm512_load_ps(scales)));
+    uint8_t code_of_sum[16];
+    for (int i = 0; i < 8; ++i) {
+      code_of_sum[i] = codec_.book.code_of_rank[8 + i];
+      code_of_sum[8 + i] = codec_.book.code_of_rank[7 - i];
+    }
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<__m128i*>(code_of_sum)));
+    for (int64_t i = 0; i < GroupBatch::size(); ++i) {
+      fetch_ahead(x + i * n, n, GroupBatch::size() * n);
+      nibbles_by_thresholds(x + i * n, n, thresholds[0] + 2 * i + 1, table, codes + i * n / 2);
+    }
+  }
+
   // A batch of groups of kSize elements, if they are plain.
   template <int kSize>
   bool encode_e2m1(int64_t begin, GroupBatch& batch) {
@@ -1312,6 +1348,11 @@ class SpanQuantizer {
     const auto *scale = batch.code_scale, *reciprocal = batch.reciprocal;
     switch (codec_.kind) {
       case formats::Kind::table:
+#if HALFBYTE_AVX512
+        if constexpr (kNibbles && std::is_same_v<Type, BF16>)
+          if (has_thresholds_)
+            return encode_by_thresholds(reinterpret_cast<const uint16_t*>(x), n, scale, codes);
+#endif
         if (is_e2m1_)
           return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
         if constexpr (!kNibbles)
@@ -1343,6 +1384,13 @@ class SpanQuantizer {
   const Prepared* prepared_of_tables() const {
     return problem_.search ? nullptr : static_cast<const Prepared*>(problem_.prepared);
   }
+  // Whether codes come of comparing bf16 with the thresholds of a symmetric table.
+  bool by_bf16_thresholds() const {
+    const int64_t n = problem_.shape.group_size;
+    const Prepared* const prepared = prepared_of_tables();
+    return HALFBYTE_AVX512 && std::is_same_v<Type, BF16> && prepared != nullptr &&
+           prepared->bounds.is_symmetric && (n % 64 == 0 || (is_e2m1_ && (n == 16 || n == 32)));
+  }
   const TableBounds& bounds() {
     if (const Prepared* const prepared = prepared_of_tables()) return prepared->bounds;
     if (!bounds_) bounds_.emplace(codec_.book);
@@ -1373,7 +1421,7 @@ class SpanQuantizer {
   const formats::Codec& codec_;
   const QuantizeSpan span_;
   const bool is_e2m1_ = codec_.book == formats::books::fp4_e2m1;
-  const bool has_thresholds_ = has_e2m1_thresholds(codec_, problem_.dtype, problem_.shape.group_size);
+  const bool has_thresholds_ = by_bf16_thresholds();
   bool by_rounding_ = false;           // of the group: e2m1_codes, e4m3_codes
   std::optional<TableBounds> bounds_;  // where none are prepared
   const Memory* x_;                    // the row
@@ -1413,8 +1461,7 @@ std::shared_ptr<const void> PrepareCpu(const QuantizeProblem& problem) {
   if (codec.kind != formats::Kind::table || problem.dtype == DType::f64) return nullptr;
   // With a global scale, what is stored does not scale with powers of two.
   const bool by_lookup = HALFBYTE_VBMI && problem.dtype == DType::bf16 &&
-                         codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0 &&
-                         !has_e2m1_thresholds(codec, problem.dtype, problem.shape.group_size);
+                         codec.scale_type != formats::ScaleType::e4m3 && problem.shape.group_size % 32 == 0;
   // A lookup costs as much as encoding 100,000 elements: keep the last ones.
   struct Entry {
     formats::Codec codec;

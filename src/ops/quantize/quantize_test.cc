@@ -236,6 +236,42 @@ TEST(Quantize, AllBf16ValuesAgainstManyScales) {
   }
 }
 
+// Groups of one row have the same largest magnitude; all values up to it are in some.
+TEST(Quantize, AllBf16ValuesInShortGroups) {
+  const int64_t rows = testing::kSanitized ? 2 : 24;
+  std::mt19937_64 random(31);
+  for (const auto& [format, group_size] :
+       std::initializer_list<std::pair<Format, int64_t>>{{Format::nvfp4, 16},
+                                                         {Format::mxfp4, 32},
+                                                         {Format::fp4, 64},
+                                                         {Format::fp4, 192},
+                                                         {Format::nf4, 64}}) {
+    EncodedSpec spec;
+    spec.format = format;
+    spec.group_size = group_size;
+    testing::fit_format(spec);
+    const int64_t cols = (0x10000 / (group_size - 1) + 1) * group_size;
+    Values x;
+    x.dtype = DType::bf16;
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto largest =
+          static_cast<uint32_t>(row % 4 == 3 ? 1 + random() % 0x7F7F : 0x3C00 + random() % 0x200);
+      for (int64_t i = 0, next = static_cast<int64_t>(random() & 0xFFFF); i < cols; ++i) {
+        const bool is_first = i % group_size == 0;
+        auto bits = static_cast<uint32_t>((is_first ? largest : next++) & 0xFFFF);
+        if ((bits & 0x7FFF) > largest) bits = largest | (bits & 0x8000);
+        x.push_back(static_cast<double>(formats::bf16_to_f32(static_cast<uint16_t>(bits))));
+      }
+    }
+    const Parts expected = testing::oracle_quantize(x, spec, rows, cols);
+    testing::for_each_target([&](const char* target) {
+      if (std::string_view(target) == "SCALAR") return;  // the rule itself, slowly
+      expect_equal(expected, testing::quantize_parts(x, spec, rows, cols, 1));
+    });
+    if (HasFailure()) FAIL() << testing::describe(spec);
+  }
+}
+
 // Enough elements for the kernels that prepare thresholds first.
 TEST(Quantize, LargeBf16TablesEqualTheOracle) {
   std::mt19937_64 random(13);
