@@ -3,13 +3,14 @@
 bf16), ONNX Runtime's MatMulNBits (INT4 g128, f32, accuracy_level unset and 4: the latter rounds x to int8, as our rows with that name), torch's
 _weight_int4pack_mm_for_cpu (INT4 g128, bf16), whichever are installed.
 
-    bench/peer_qgemm_cpu.py [NxK ...] [--m 1,2,...] [--threads N] [--library build/release/libhalfbyte.so]
+    bench/peer_qgemm_cpu.py [NxK ...] [--m 1,2,...] [--transposed] [--threads N] [--library build/release/libhalfbyte.so]
 
 All run in this process, on as many threads, in turn: so they see the same clocks and the same neighbours. Ours is called
 through the C interface. Weights rotate over 1.2 GB; a round takes a sample of each, after a pause in which the threads of
 the one before fall asleep; the medians of the rounds are printed, in microseconds, and how many times ours they are. "read"
 is what torch's sum over the bytes of our weight takes; `halfbyte bench` has a better reader. The first product of each is
-compared with the dense one. What is not installed is said. Exit code 77 without numpy and torch.
+compared with the dense one. With --transposed, x [M, N] times the weight [N, K], as in a backward pass: of the others
+bitsandbytes alone has it, which decodes the weight and multiplies by torch. What is not installed is said. Exit code 77 without numpy and torch.
 """
 
 import argparse
@@ -105,11 +106,12 @@ class Halfbyte:
             self.call("reorder_to_packed", ctypes.byref(view), ctypes.byref(weights[-1]), None)
         return weights, memory
 
-    def product(self, spec, n, k, m, dtype, math, threads, weights, x, y):
+    def product(self, spec, n, k, m, dtype, math, transposed, threads, weights, x, y):
         """call(i) for the weight i, and the name of the kernel."""
         import torch
 
-        descriptor = self.make(Descriptor, spec=spec, m=m, n=n, k=k, dtype=self.DTYPES[dtype], math=self.MATHS[math])
+        descriptor = self.make(Descriptor, spec=spec, m=m, n=n, k=k, dtype=self.DTYPES[dtype], math=self.MATHS[math],
+                               transposed=int(transposed))
         preference = self.make(Preference, num_threads=threads)
         plan, size, sku = ctypes.c_void_p(), ctypes.c_int64(), Sku(ctypes.sizeof(Sku))
         cpu = (ctypes.c_int32 * 2)(1, 0)  # a DLDevice: two ints by value, which is one of 64 bits
@@ -167,10 +169,10 @@ def measure(rows, all_m, rounds):
 
 
 def checked(row, m, x, dense, limit):
-    """`row`, whose first product is that of x and the weight in f32. RuntimeError where it is not."""
+    """`row`, whose first product is x @ dense. RuntimeError where it is not."""
     import torch
 
-    expected = x.float() @ dense.float().t()
+    expected = x.float() @ dense.float()
     y = row.calls[m](0).float()
     error = float(torch.linalg.norm(y - expected) / torch.linalg.norm(expected))
     if not error < limit:
@@ -182,6 +184,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="NxK")
     parser.add_argument("--m", default=",".join(map(str, M)))
+    parser.add_argument("--transposed", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rotation", type=float, default=1200, help="MB of weights")
@@ -204,20 +207,24 @@ def main():
 
     for n, k in (map(int, shape.split("x")) for shape in arguments.shapes):
         count = max(2, pool.numel() // (n * k // 2))
-        x = {m: {"f32": torch.randn(m, k)} for m in all_m}
+        transposed = arguments.transposed
+        x = {m: {"f32": torch.randn(m, n if transposed else k)} for m in all_m}
         for of_m in x.values():
             of_m["bf16"] = of_m["f32"].bfloat16()
 
         def codes(i):  # [n, k / 2]: two to a byte
             return pool[i * (n * k // 2):][:n * k // 2].view(n, k // 2)
 
+        def of_direction(weight):  # what x is multiplied with
+            return weight if transposed else weight.t()
+
         def ours(spec, scales, dtypes):
             weights, memory = halfbyte.weights(spec, n, k, codes, lambda i: scales, count)
             rows = []
             for dtype, math in dtypes:
                 y_type = torch.bfloat16 if dtype == "bf16" else torch.float32
-                made = {m: halfbyte.product(spec, n, k, m, dtype, math, arguments.threads, weights, x[m][dtype],
-                                            torch.empty(m, n, dtype=y_type)) for m in all_m}
+                made = {m: halfbyte.product(spec, n, k, m, dtype, math, transposed, arguments.threads, weights, x[m][dtype],
+                                            torch.empty(m, k if transposed else n, dtype=y_type)) for m in all_m}
                 rows.append(Row(f"halfbyte {dtype}{'' if math == 'auto' else ' ' + math}", {m: call for m, (call, _) in made.items()}))
                 rows[-1].kernels = {m: kernel for m, (_, kernel) in made.items()}
             words = memory[:memory.numel() // count // 8 * 8 * count].view(count, -1).view(torch.int64)
@@ -226,13 +233,13 @@ def main():
 
         def show(title, rows, read):
             measure([*rows, read], all_m, arguments.rounds)
-            print(f"\n{n}x{k} {title}, {arguments.threads} threads: us (times {rows[0].name})")
+            print(f"\n{n}x{k} {title}{', transposed' if transposed else ''}, {arguments.threads} threads: us (times {rows[0].name})")
             print(f"{'':<34}" + "".join(f"{'M = ' + str(m):>18}" for m in all_m))
             for row in [*rows, read]:
                 print(f"{row.name:<34}" + "".join(
                     f"{row.us[m]:>11.1f} ({row.us[m] / rows[0].us[m]:.2f})".rjust(18) for m in all_m), flush=True)
                 for m in all_m if report else []:
-                    print(json.dumps({"peer": row.name, "weight": title, "n": n, "k": k, "m": m, "us": round(row.us[m], 2),
+                    print(json.dumps({"peer": row.name, "weight": title, "n": n, "k": k, "m": m, "transposed": transposed, "us": round(row.us[m], 2),
                                       "of_ours": round(row.us[m] / rows[0].us[m], 4), "threads": arguments.threads,
                                       "kernel": getattr(row, "kernels", {}).get(m)}), file=report, flush=True)
             slower = [f"{row.name} at M = {m}" for row in rows for m in all_m
@@ -243,14 +250,14 @@ def main():
         group = 64
         spec = halfbyte.make(QuantSpec, format=0, granularity=Halfbyte.GROUP, scale_dtype=Halfbyte.F16, group_size=group)
         scales = (torch.rand(n, k // group) * 0.01 + 0.005).half()
-        rows, read = ours(spec, scales, [("bf16", "auto"), ("bf16", "int8")])
+        rows, read = ours(spec, scales, [("bf16", "auto")] + [("bf16", "int8")] * (not transposed))
         try:
             import bitsandbytes
             from bitsandbytes.functional import QuantState, get_4bit_type
 
             table = get_4bit_type("nf4", device="cpu")
             nibbles = torch.stack([codes(0) & 15, codes(0) >> 4], -1).view(n, k)
-            dense = table[nibbles.long()] * scales.float().repeat_interleave(group, 1)
+            dense = of_direction(table[nibbles.long()] * scales.float().repeat_interleave(group, 1))
             checked(rows[0], all_m[0], x[all_m[0]]["bf16"], dense, 1e-2)
 
             # Packed as bitsandbytes packs the weights of a layer: the first from what quantize_4bit makes, the others are
@@ -259,16 +266,21 @@ def main():
                 state = QuantState(absmax, torch.Size([n, k]), table, group, "nf4", torch.bfloat16)
                 return state
 
-            some, state = bitsandbytes.functional._convert_weight_packed_for_cpu(
-                ((codes(0) >> 4) | (codes(0) << 4)).view(-1, 1), state_of(scales.float().flatten()))
+            some, state = ((codes(0) >> 4) | (codes(0) << 4)).view(-1, 1), state_of(scales.float().flatten())
+            if not transposed:
+                some, state = bitsandbytes.functional._convert_weight_packed_for_cpu(some, state)
             states = []
             for _ in range(count):
                 states.append(state_of(state.absmax.clone()))
-                states[-1].packing_format_for_cpu = True
+                states[-1].packing_format_for_cpu = not transposed
+
+            def weight_of(i):
+                return some if i == 0 else codes(i % count).view(some.shape)
 
             def call_of(m):
-                return lambda i: bitsandbytes.matmul_4bit(
-                    x[m]["bf16"], some if i == 0 else codes(i % count), quant_state=states[i % count])
+                if transposed:  # the backward pass of its layer
+                    return lambda i: x[m]["bf16"] @ bitsandbytes.functional.dequantize_4bit(weight_of(i), states[i % count])
+                return lambda i: bitsandbytes.matmul_4bit(x[m]["bf16"], weight_of(i), quant_state=states[i % count])
 
             row = Row("bitsandbytes " + bitsandbytes.__version__, {m: call_of(m) for m in all_m})
             rows.append(checked(row, all_m[0], x[all_m[0]]["bf16"], dense, 2e-2))
@@ -282,11 +294,14 @@ def main():
         spec = halfbyte.make(QuantSpec, format=6, granularity=Halfbyte.GROUP, scale_dtype=Halfbyte.F16, group_size=group)
         scales = (torch.rand(n, k // group) * 0.01 + 0.005).half()
         integers = torch.stack([codes(0) & 15, codes(0) >> 4], -1).view(n, k)
-        kinds = [("bf16", "auto"), ("f32", "auto"), ("f32", "int8"), ("bf16", "int8")]
+        kinds = [("bf16", "auto"), ("f32", "auto")] + [("f32", "int8"), ("bf16", "int8")] * (not transposed)
         rows, read = ours(spec, scales, kinds)
-        dense = (integers.float() - 8) * scales.float().repeat_interleave(group, 1)
+        dense = of_direction((integers.float() - 8) * scales.float().repeat_interleave(group, 1))
         for row, (dtype, math) in zip(rows, kinds):
             checked(row, all_m[0], x[all_m[0]][dtype], dense, 1e-2 if math == "auto" else 2e-2)
+        if transposed:
+            show("int4 g128", rows, read)
+            continue
         try:
             import onnx
             import onnxruntime
