@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <map>
 
+#include "cpu/features.h"
 #include "halfbyte/system.hpp"
 #include "ops/qgemm/qgemm_testing.h"
 
@@ -613,22 +614,28 @@ TEST(QgemmPlan, OrderOfVariants) {
     EXPECT_EQ(order_of(problem), bits == 4 ? kUsual : kDecoded);
   }
   problem.device.kind = DeviceKind::cpu;
-  for (const int64_t m : {1, 2, 3, 64}) {
-    problem.m = m;
-    EXPECT_EQ(order_of(problem), m <= 2 ? "int8 avx512 amx simd ref" : "int8 amx avx512 simd ref");
-  }
-  // Codes of 4 bits with scales alone: tiles come first, but for one row and large groups where transposed.
-  problem.codec.bits = 4;
-  problem.weight.has_biases = false;
-  for (const int64_t m : {1, 2})
-    for (const int64_t group : {32, 64, 128})
-      for (const bool transposed : {false, true}) {
-        problem.m = m;
-        problem.group = group;
-        problem.transposed = transposed;
-        const bool tiles = !transposed || group == 64 || (group > 64 && m == 2);
-        EXPECT_EQ(order_of(problem), tiles ? "int8 amx avx512 simd ref" : "int8 avx512 amx simd ref");
-      }
+  problem.dtype = DType::bf16;
+  problem.packed = true;
+  // Vectors come before tiles with one and two rows, forward but for codes of 4 bits with scales alone;
+  // transposed sums of f32 do where there are tiles, with up to four rows but for such codes in groups of 64
+  // and more.
+  for (const int bits : {4, 8})
+    for (const bool has_biases : {false, true})
+      for (const int64_t m : {1, 2, 3, 4, 5, 64})
+        for (const int64_t group : {32, 64, 128})
+          for (const bool transposed : {false, true}) {
+            problem.codec.bits = bits;
+            problem.weight.has_biases = has_biases;
+            problem.m = m;
+            problem.group = group;
+            problem.transposed = transposed;
+            const bool has_scales_alone = bits == 4 && !has_biases;
+            const char* expected = "int8 amx avx512 simd ref";
+            if (!transposed && m <= 2 && bits != 4) expected = "int8 avx512 amx simd ref";
+            if (transposed && cpu_features().amx_bf16 && m <= (has_scales_alone && group >= 64 ? 2 : 4))
+              expected = "int8 simd amx avx512 ref";
+            EXPECT_EQ(order_of(problem), expected);
+          }
 }
 
 // Of experts qgemm_sm80 comes first where tiles are short or few, but for many rows, which qgemm_sm90_large
