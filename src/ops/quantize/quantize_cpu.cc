@@ -210,8 +210,13 @@ struct TableBounds {
   float bins_of_one = 0, bin_of_zero = 0;
   alignas(64) int32_t edge_of_bin[32];  // 15: none
   alignas(64) int32_t rank_of_bin[32];  // edges below
+  alignas(64) int32_t code_of_rank[16];
+
+  // Whether BinCode is exact.
+  bool takes_bins(float scale) const { return has_bins && scale > 0x1p-90f && scale < 0x1p90f; }
 
   void find_bins(const formats::CodeBook& book) {
+    std::ranges::copy(book.code_of_rank, code_of_rank);
     struct Bins {
       bool of_magnitudes;
       float zero, most;
@@ -286,53 +291,10 @@ struct TableBounds {
 #endif
 };
 
-#if HALFBYTE_AVX512
-// Ranks of n elements (rounded up to whole vectors), one a byte, by bins; x beyond the values of the code
-// book is in the first or the last.
-template <bool kOfMagnitudes, class Type>
-HWY_INLINE void ranks_by_bins(const typename Type::Memory* HWY_RESTRICT x, int64_t n,
-                              const TableBounds& bounds, float scale, float reciprocal,
-                              uint8_t* HWY_RESTRICT ranks) {
-  const hn::ScalableTag<float> d;
-  const __m512 t = bounds.thresholds(scale);
-  const auto* const edges = bounds.edge_of_bin;
-  const auto* const ranks_below = bounds.rank_of_bin;
-  const __m512 t0 = _mm512_permutexvar_ps(_mm512_load_si512(edges), t),
-               t1 = _mm512_permutexvar_ps(_mm512_load_si512(edges + 16), t);
-  const __m512 below_zero = _mm512_permutexvar_ps(_mm512_set1_epi32(7), t);
-  const __m512i r0 = _mm512_load_si512(ranks_below), r1 = _mm512_load_si512(ranks_below + 16);
-  const __m512 bins = _mm512_set1_ps(bounds.bins_of_one * reciprocal),
-               zero = _mm512_set1_ps(bounds.bin_of_zero);
-  const __m512 least = _mm512_setzero_ps(), most = _mm512_set1_ps(31);
-  const __m512 to_integer = _mm512_set1_ps(0x1.8p23f);  // the last bits of a sum with it
-  const __m512i one = _mm512_set1_epi32(1), fifteen = _mm512_set1_epi32(15);
-  for (int64_t i = 0; i < n; i += 16) {
-    const __m512 v = Type::load(d, x + i).raw;
-    const __m512 own = kOfMagnitudes ? _mm512_abs_ps(v) : v;
-    const __m512 place = _mm512_min_ps(_mm512_max_ps(_mm512_fmadd_ps(own, bins, zero), least), most);
-    const __m512i bin = _mm512_castps_si512(_mm512_add_ps(place, to_integer));
-    const __mmask16 above = _mm512_cmp_ps_mask(own, _mm512_permutex2var_ps(t0, bin, t1), _CMP_GT_OQ);
-    __m512i rank = _mm512_permutex2var_epi32(r0, bin, r1);
-    rank = _mm512_mask_add_epi32(rank, above, rank, one);
-    if (kOfMagnitudes) {
-      const __mmask16 negative = _mm512_cmp_ps_mask(v, below_zero, _CMP_LE_OQ);
-      rank = _mm512_mask_sub_epi32(rank, negative, fifteen, rank);
-    }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(ranks + i), _mm512_cvtepi32_epi8(rank));
-  }
-}
-#endif
-
 // Ranks of n elements (rounded up to whole vectors), one a byte.
 template <class Type>
 HWY_INLINE void table_ranks(const typename Type::Memory* HWY_RESTRICT x, int64_t n, const TableBounds& bounds,
-                            float scale, float reciprocal, uint8_t* HWY_RESTRICT ranks) {
-#if HALFBYTE_AVX512
-  if (bounds.has_bins && scale > 0x1p-90f && scale < 0x1p90f)
-    return bounds.of_magnitudes ? ranks_by_bins<true, Type>(x, n, bounds, scale, reciprocal, ranks)
-                                : ranks_by_bins<false, Type>(x, n, bounds, scale, reciprocal, ranks);
-#endif
-  (void)reciprocal;
+                            float scale, uint8_t* HWY_RESTRICT ranks) {
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
   const hn::Rebind<uint8_t, decltype(d)> d8;
@@ -394,8 +356,8 @@ bool has_exact_e2m1(float scale, double absmax) {
 }
 
 // f64: the division itself.
-HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double scale,
-                                const formats::CodeBook& book, uint8_t* HWY_RESTRICT ranks) {
+HWY_INLINE void table_codes_f64(const double* HWY_RESTRICT x, int64_t n, double scale,
+                                const formats::CodeBook& book, uint8_t* HWY_RESTRICT codes) {
   const hn::ScalableTag<double> d;
   const hn::RebindToSigned<decltype(d)> di;
   const auto N = static_cast<int64_t>(hn::Lanes(d));
@@ -407,7 +369,7 @@ HWY_INLINE void table_ranks_f64(const double* HWY_RESTRICT x, int64_t n, double 
     for (int k = 0; k < 15; ++k)
       rank = hn::Sub(rank, hn::VecFromMask(di, hn::RebindMask(di, hn::Gt(y, hn::Set(d, book.edges_f64[k])))));
     hn::Store(rank, di, out);
-    for (int64_t j = 0; j < N; ++j) ranks[i + j] = static_cast<uint8_t>(out[j]);
+    for (int64_t j = 0; j < N; ++j) codes[i + j] = book.code_of_rank[out[j]];
   }
 }
 
@@ -551,6 +513,41 @@ struct FloatingCode {
     return hn::OrAnd(magnitude, hn::ShiftRight<kToSign>(hn::BitCast(di, kE2m1 ? q : v)), hn::Set(di, kSign));
   }
 };
+
+#if HALFBYTE_AVX512
+// The code of a table, by bins; x beyond the values of the code book is in the first or the last.
+template <bool kOfMagnitudes>
+struct BinCode {
+  __m512 bins, zero, edges_low, edges_high, below_zero;
+  __m512i ranks_low, ranks_high, codes;
+  HWY_INLINE BinCode(const TableBounds& bounds, float scale, float reciprocal)
+      : bins(_mm512_set1_ps(bounds.bins_of_one * reciprocal)),
+        zero(_mm512_set1_ps(bounds.bin_of_zero)),
+        ranks_low(_mm512_load_si512(bounds.rank_of_bin)),
+        ranks_high(_mm512_load_si512(bounds.rank_of_bin + 16)),
+        codes(_mm512_load_si512(bounds.code_of_rank)) {
+    const __m512 t = bounds.thresholds(scale);
+    edges_low = _mm512_permutexvar_ps(_mm512_load_si512(bounds.edge_of_bin), t);
+    edges_high = _mm512_permutexvar_ps(_mm512_load_si512(bounds.edge_of_bin + 16), t);
+    below_zero = _mm512_permutexvar_ps(_mm512_set1_epi32(7), t);
+  }
+  HWY_INLINE hn::Vec<hn::ScalableTag<int32_t> > operator()(hn::Vec<hn::ScalableTag<float> > x) const {
+    const __m512 own = kOfMagnitudes ? _mm512_abs_ps(x.raw) : x.raw;
+    const __m512 place = _mm512_min_ps(_mm512_max_ps(_mm512_fmadd_ps(own, bins, zero), _mm512_setzero_ps()),
+                                       _mm512_set1_ps(31));
+    const __m512i bin = _mm512_cvtps_epi32(place);
+    const __mmask16 above =
+        _mm512_cmp_ps_mask(own, _mm512_permutex2var_ps(edges_low, bin, edges_high), _CMP_GT_OQ);
+    __m512i rank = _mm512_permutex2var_epi32(ranks_low, bin, ranks_high);
+    rank = _mm512_mask_add_epi32(rank, above, rank, _mm512_set1_epi32(1));
+    if (kOfMagnitudes) {
+      const __mmask16 negative = _mm512_cmp_ps_mask(x.raw, below_zero, _CMP_LE_OQ);
+      rank = _mm512_mask_sub_epi32(rank, negative, _mm512_set1_epi32(15), rank);
+    }
+    return hn::Vec<hn::ScalableTag<int32_t> >{_mm512_permutexvar_epi32(rank, codes)};
+  }
+};
+#endif
 
 // What is read after the `block` elements from x on, while the n at x + at are worked on: the processor does
 // not run ahead so far. Blocks are read twice, first for their ranges.
@@ -1165,12 +1162,12 @@ class SpanQuantizer {
     // Whole vectors of each group, which have as many lanes as a batch has groups: what they take of the next
     // group is written again.
     if (n >= count && count * n <= kCodes && (n % count == 0 || end + count <= span_.end)) {
-      const bool has_ranks = codec_.kind == formats::Kind::table && !by_rounding_;
-      const bool is_in_place = !has_ranks || has_thresholds_;
 #if HALFBYTE_PACKS_CODES
       // What needs no packing goes where it belongs.
+      const bool has_ranks =
+          codec_.kind == formats::Kind::table && !by_rounding_ && !has_thresholds_ && !bounds_have_bins();
       const bool is_whole = n == count || n == 2 * count || n % (4 * count) == 0;
-      if (is_in_place && num_codes_ % 8 == 0 && n % count == 0 &&
+      if (!has_ranks && num_codes_ % 8 == 0 && n % count == 0 &&
           (codec_.bits == 8 || (codec_.bits == 4 && is_whole))) {
         flush();
         if (codec_.bits == 8)
@@ -1184,7 +1181,6 @@ class SpanQuantizer {
       if (num_codes_ + count * n > kCodes + 8) flush();
       uint8_t* const codes = codes_ + num_codes_;
       encode_groups<false>(x_ + begin, n, batch, codes);
-      if (has_ranks) codes_of_ranks(codes, count * n);
       num_codes_ += count * n;
       return end;
     }
@@ -1293,10 +1289,24 @@ class SpanQuantizer {
       encode_vectors(tail, N, params, last);
       std::memcpy(codes + whole, last, static_cast<size_t>(n - whole));
     }
-    if (codec_.kind == formats::Kind::table && !by_rounding_) codes_of_ranks(codes, n);
   }
 
-  // Of whole vectors.
+  // Of whole vectors, by a table and f32 arithmetic.
+  HWY_INLINE void table_codes(const Memory* x, int64_t n, float scale, float reciprocal, uint8_t* codes) {
+    (void)reciprocal;
+#if HALFBYTE_AVX512
+    const TableBounds& own = bounds();
+    if (own.takes_bins(scale)) {
+      if (own.of_magnitudes)
+        encode_group<false, Type>(x, n, 0, 15, BinCode<true>(own, scale, reciprocal), codes);
+      else
+        encode_group<false, Type>(x, n, 0, 15, BinCode<false>(own, scale, reciprocal), codes);
+      return;
+    }
+#endif
+    table_ranks<Type>(x, n, bounds(), scale, codes);
+    codes_of_ranks(codes, n);
+  }
   HWY_INLINE void codes_of_ranks(uint8_t* codes, int64_t n) const {
     const hn::ScalableTag<uint8_t> d;
     const auto table = hn::LoadDup128(d, codec_.book.code_of_rank);
@@ -1311,11 +1321,11 @@ class SpanQuantizer {
     switch (codec_.kind) {
       case formats::Kind::table:
         if constexpr (sizeof(F) == 8)
-          return table_ranks_f64(x, n, scale, codec_.book, codes);
+          return table_codes_f64(x, n, scale, codec_.book, codes);
         else if (by_rounding_)
           return encode_group<false, Type>(x, n, 0, 15, FloatingCode<true>(scale, reciprocal), codes);
         else
-          return table_ranks<Type>(x, n, bounds(), scale, reciprocal, codes);
+          return table_codes(x, n, scale, reciprocal, codes);
       case formats::Kind::integer:
         return scaled_codes<false, true>(x, n, params, codec_.q_min, codes);
       case formats::Kind::affine:
@@ -1355,10 +1365,19 @@ class SpanQuantizer {
 #endif
         if (is_e2m1_)
           return each(0, 15, [&](int64_t i) HWY_ATTR { return FloatingCode<true>(scale[i], reciprocal[i]); });
+#if HALFBYTE_AVX512
+        if (const TableBounds& own = bounds(); own.has_bins) {
+          if (own.of_magnitudes)
+            each(0, 15, [&](int64_t i) HWY_ATTR { return BinCode<true>(own, scale[i], reciprocal[i]); });
+          else
+            each(0, 15, [&](int64_t i) HWY_ATTR { return BinCode<false>(own, scale[i], reciprocal[i]); });
+          return;
+        }
+#endif
         if constexpr (!kNibbles)
           for (int64_t i = 0; i < GroupBatch::size(); ++i) {
             fetch_ahead(x + i * n, n, GroupBatch::size() * n);
-            table_ranks<Type>(x + i * n, whole_vectors(n), bounds(), scale[i], reciprocal[i], codes + i * n);
+            table_codes(x + i * n, whole_vectors(n), scale[i], reciprocal[i], codes + i * n);
           }
         return;
       case formats::Kind::integer:
@@ -1390,6 +1409,13 @@ class SpanQuantizer {
     const Prepared* const prepared = prepared_of_tables();
     return HALFBYTE_AVX512 && std::is_same_v<Type, BF16> && prepared != nullptr &&
            prepared->bounds.is_symmetric && (n % 64 == 0 || (is_e2m1_ && (n == 16 || n == 32)));
+  }
+  bool bounds_have_bins() {
+#if HALFBYTE_AVX512
+    return bounds().has_bins;
+#else
+    return false;
+#endif
   }
   const TableBounds& bounds() {
     if (const Prepared* const prepared = prepared_of_tables()) return prepared->bounds;
