@@ -7,7 +7,7 @@
 //                    (Markstein): a multiple of the rate of a division, valid away from under- and overflow
 //   table            no quotient: x / s > edge is x > T for one T per edge and group, found exactly in f64;
 //                    four compares walk the sorted T, or one does with that of the bin that x lies in.
-//                    fp4_e2m1: the quotient, rounded as a float
+//                    fp4_e2m1: the quotient, rounded as a float. FP4 of bf16: T of |x|, as bf16
 //   floating         the same quotient, rounded as a float
 // Groups outside the fast range (non-finite values, extreme scales) go to the scalar reference.
 #define HWY_WANT_AVX3_DL  // one more copy, for AVX-512 with byte permutes, which these kernels use
@@ -1448,7 +1448,7 @@ class SpanQuantizer {
   const QuantizeSpan span_;
   const bool is_e2m1_ = codec_.book == formats::books::fp4_e2m1;
   const bool has_thresholds_ = by_bf16_thresholds();
-  bool by_rounding_ = false;           // of the group: e2m1_codes, e4m3_codes
+  bool by_rounding_ = false;           // of the group, a FloatingCode
   std::optional<TableBounds> bounds_;  // where none are prepared
   const Memory* x_;                    // the row
   uint8_t* out_;                       // codes of the row
