@@ -549,8 +549,8 @@ struct BinCode {
 };
 #endif
 
-// What is read after the `block` elements from x on, while the n at x + at are worked on: the processor does
-// not run ahead so far. Blocks are read twice, first for their ranges.
+// While n elements at x are worked on, fetches what is read a block later: the processor does not run ahead
+// so far. Blocks are read twice, first for their ranges. `block`: elements.
 constexpr int64_t kAhead = 2048;            // bytes beyond the block
 constexpr int64_t kMostBlock = 128 * 1024;  // bytes: half of a small second-level cache
 template <class T>
@@ -873,10 +873,12 @@ HWY_INLINE void lookup_group(const Bf16Lookup& lookup, const uint16_t* HWY_RESTR
 #endif  // HALFBYTE_VBMI
 
 #if HALFBYTE_AVX512
+HWY_INLINE __m512i bf16_magnitude(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF)); }
+
 // Adds to each lane how many of seven ascending thresholds |x| is beyond, and 8 where x is below zero: E2M1
 // where the thresholds are. All are bf16.
 HWY_INLINE __m512i add_e2m1(__m512i sum, __m512i x, const __m512i* t) {
-  const __m512i a = _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF));
+  const __m512i a = bf16_magnitude(x);
   const __mmask32 negative = _mm512_cmpgt_epu16_mask(x, _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
   const __mmask32 is_4 = _mm512_cmpgt_epi16_mask(a, t[3]);
   const __mmask32 is_2 = _mm512_cmpgt_epi16_mask(a, _mm512_mask_mov_epi16(t[1], is_4, t[5]));
@@ -942,8 +944,8 @@ class E2m1OfBf16 {
   HWY_INLINE __m512 absmax() const {
     __m512i largest[kBlocks];
     for (int block = 0; block < kBlocks; ++block) {
-      __m512i all = magnitude(x_[8 * block]);
-      for (int i = 1; i < 8; ++i) all = _mm512_max_epu16(all, magnitude(x_[8 * block + i]));
+      __m512i all = bf16_magnitude(x_[8 * block]);
+      for (int i = 1; i < 8; ++i) all = _mm512_max_epu16(all, bf16_magnitude(x_[8 * block + i]));
       all = _mm512_max_epu16(all, _mm512_shuffle_i64x2(all, all, 0xB1));
       if (kSize == 32) all = _mm512_max_epu16(all, _mm512_shuffle_i64x2(all, all, 0x4E));
       largest[block] = all;
@@ -975,7 +977,7 @@ class E2m1OfBf16 {
         for (unsigned i = 0; i < kBlocks; ++i)
           for (unsigned lane = 0; lane < 32; ++lane)
             words[i][lane] =
-                static_cast<uint16_t>(2 * ((8 * i + lane % 8) * 4 + lane / 8) / kBlocksOfGroup / 2 * 2 + 1);
+                static_cast<uint16_t>(2 * (((8 * i + lane % 8) * 4 + lane / 8) / kBlocksOfGroup) + 1);
         return words;
       }();
       const __m512i words = _mm512_load_si512(kWords[block].data());
@@ -998,8 +1000,6 @@ class E2m1OfBf16 {
   }
 
  private:
-  static HWY_INLINE __m512i magnitude(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF)); }
-
   __m512i x_[8 * kBlocks];
 };
 #endif
