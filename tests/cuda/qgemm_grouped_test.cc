@@ -420,40 +420,44 @@ TEST_F(QgemmGroupedDevice, RouteAsTheCpu) {
       }
 }
 
-// For compute-sanitizer: every variant, each way to give rows, without guards.
-using SanitizeGrouped = testing::CudaTest;
-TEST_F(SanitizeGrouped, EveryVariant) {
-  for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
-    for (const int i : {0, 1, 2, 3, 4}) {
-      const bool transposed = i % 2 == 1;
-      QgemmGroupedDescriptor d{.num_experts = 3, .m = 60, .n = 72, .k = 200, .transposed = transposed};
-      d.rows = rows;
-      if (i == 2 || i == 3) d.m = 6;
-      if (rows == ExpertRows::indices) {
-        d.top_k = 2;
-        d.m /= 2;
-        d.sum_slots = d.routing_weights = true;
-        d.routing_gradient = transposed;
-      }
-      if (rows == ExpertRows::masked) d.m = (d.m + 2) / 3;
-      if (i == 4) {
-        d.n = 192;
-        d.swiglu = true;
-        d.sum_slots = false;
-      }
-      check(d, 1, Routing::random, QgemmData::random, true);
+// For compute-sanitizer, without guards: every variant, each way to give rows.
+class SanitizeGrouped : public testing::CudaTest, public ::testing::WithParamInterface<ExpertRows> {};
+TEST_P(SanitizeGrouped, EveryVariant) {
+  for (const int i : {0, 1, 2, 3, 4}) {
+    const bool transposed = i % 2 == 1;
+    QgemmGroupedDescriptor d{.num_experts = 3, .m = 60, .n = 72, .k = 200, .transposed = transposed};
+    d.rows = GetParam();
+    if (i == 2 || i == 3) d.m = 6;
+    if (d.rows == ExpertRows::indices) {
+      d.top_k = 2;
+      d.m /= 2;
+      d.sum_slots = d.routing_weights = true;
+      d.routing_gradient = transposed;
     }
+    if (d.rows == ExpertRows::masked) d.m = (d.m + 2) / 3;
+    if (i == 4) {
+      d.n = 192;
+      d.swiglu = true;
+      d.sum_slots = false;
+    }
+    check(d, 1, Routing::random, QgemmData::random, true);
+  }
 }
+INSTANTIATE_TEST_SUITE_P(, SanitizeGrouped,
+                         ::testing::Values(ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked));
 
-TEST_F(SanitizeGrouped, ManyTiles) {
-  for (const bool transposed : {false, true})
-    for (const QgemmGroupedDescriptor& d :
-         {many_tiles(17, transposed), gathered(40, 18, transposed), few_rows(4, 72, transposed)}) {
-      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-        if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
-      check(d, 1, Routing::random, QgemmData::random, true);
-    }
+// Blocks that have several tiles each.
+class SanitizeGroupedTiles : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
+TEST_P(SanitizeGroupedTiles, EachKernel) {
+  const bool transposed = GetParam() % 2 == 1;
+  const QgemmGroupedDescriptor d = GetParam() / 2 == 0   ? many_tiles(17, transposed)
+                                   : GetParam() / 2 == 1 ? gathered(40, 18, transposed)
+                                                         : few_rows(4, 72, transposed);
+  for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+    if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+  check(d, 1, Routing::random, QgemmData::random, true);
 }
+INSTANTIATE_TEST_SUITE_P(, SanitizeGroupedTiles, ::testing::Range(0, 6));
 
 }  // namespace
 }  // namespace halfbyte

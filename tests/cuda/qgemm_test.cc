@@ -329,6 +329,24 @@ TEST_P(QgemmCudaShapes, EveryNumberOfRows) {
     EXPECT_GE(check_variants(d, static_cast<uint64_t>(m)), 3u);
   }
 }
+// Tiles of 256 columns of y for most multiprocessors, then for all of them and more.
+TEST_P(QgemmCudaShapes, WideTiles) {
+  QuantSpec nested = nf4(), affine = grouped({.format = Format::affine4}, 32);
+  nested.scale_dtype = DType::f32;
+  nested.double_quant = true;
+  affine.scale_dtype = DType::f16;
+  for (const int64_t m : {20, 40, 66, 80, 100, 112}) {
+    const QuantSpec& spec = m == 66 ? nested : m == 100 ? affine : nf4();
+    QgemmDescriptor d = descriptor(spec, m % 16 == 0 ? DType::bf16 : DType::f16, GetParam());
+    d.m = m;
+    d.n = 72;
+    d.k = m == 40 ? 65540 : 20006;
+    if (!d.transposed) std::swap(d.n, d.k);
+    d.bias = !d.transposed;
+    d.accumulate = m == 80;
+    EXPECT_GE(check_variants(d, static_cast<uint64_t>(m)), 3u);
+  }
+}
 TEST_P(QgemmCudaShapes, ManyRowsTails) {
   std::mt19937_64 random(GetParam() + 100);
   const auto below = [&](uint64_t count) { return static_cast<int64_t>(random() % count); };
@@ -897,28 +915,26 @@ INSTANTIATE_TEST_SUITE_P(, SanitizeQgemm, ::testing::Range(size_t{0}, testing::q
                            return testing::short_text(testing::qgemm_formats()[info.param]);
                          });
 
-// Sums that are split, kernels that start early.
-class SanitizeQgemmSums : public QgemmCudaShapes {};
+// Sums that are split, kernels that start early, by direction and number of rows.
+constexpr int64_t kSumsM[] = {1, 2, 4, 8, 16, 32, 64, 72};
+class SanitizeQgemmSums : public testing::CudaTest, public ::testing::WithParamInterface<int> {};
 
 TEST_P(SanitizeQgemmSums, every_kernel) {
-  for (const int64_t m : {1, 2, 4, 8, 16, 32, 64, 72}) {
-    QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam());
-    d.m = m;
-    d.early_start = true;
-    // Odd extents, and such as the variants of sm_90 take.
-    for (const int64_t sum : {1045, 1048}) {
-      d.n = d.transposed ? sum : 70;
-      d.k = d.transposed ? 70 : sum;
-      d.spec = nf4();
-      check_variants(d, 1, QgemmData::random, true);
-      d.spec.scale_dtype = DType::f32;
-      d.spec.double_quant = true;
-      check_variants(d, 1, QgemmData::random, true);
-    }
+  QgemmDescriptor d = descriptor(nf4(), DType::bf16, GetParam() % 2 == 1);
+  d.m = kSumsM[GetParam() / 2];
+  d.early_start = true;
+  // Odd extents, and such as the variants of sm_90 take.
+  for (const int64_t sum : {1045, 1048}) {
+    d.n = d.transposed ? sum : 70;
+    d.k = d.transposed ? 70 : sum;
+    d.spec = nf4();
+    check_variants(d, 1, QgemmData::random, true);
+    d.spec.scale_dtype = DType::f32;
+    d.spec.double_quant = true;
+    check_variants(d, 1, QgemmData::random, true);
   }
 }
-INSTANTIATE_TEST_SUITE_P(, SanitizeQgemmSums, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "transposed" : "forward"; });
+INSTANTIATE_TEST_SUITE_P(, SanitizeQgemmSums, ::testing::Range(0, 2 * static_cast<int>(std::size(kSumsM))));
 
 }  // namespace
 }  // namespace halfbyte

@@ -84,28 +84,31 @@ bool loading_x_pays(const QgemmProblem& p) { return p.k <= 8192 && (p.m == 1 || 
 // 213).
 bool wide_tiles_pay(const QgemmProblem& p) { return p.experts.num > 0 && p.weight.groups > 1; }
 
-// Of experts, qgemm_sm90_transposed begins anew with each tile of columns, and needs many tiles: of a weight
-// of 512 rows it is no faster than qgemm_sm80 on an H100, and slower where it has 32 tiles. With more than 20
-// rows an expert qgemm_sm90_large is twice as fast as either. qgemm_sm90_wgmma likewise needs long tiles, or
-// many: of 256 columns of 7168 rows it takes 10.1 us for 8 rows and 20.5 for 32 where qgemm_sm80 takes 8.9
-// and 24.8 (H200).
+// Of experts, qgemm_sm90_transposed needs many tiles of columns: with 32 of 2048 it is slower than
+// qgemm_sm80. Of a weight of 512 rows it takes 0.98, 0.68 and 0.56 times as long with 1, 4 and 16 tokens, 8
+// of 256 experts each; shorter tiles were not timed. With more than 20 rows an expert qgemm_sm90_large is
+// twice as fast as either. qgemm_sm90_wgmma likewise needs long tiles, or many: of 256 columns of 7168 rows
+// it takes 10.1 us for 8 rows and 20.5 for 32 where qgemm_sm80 takes 8.9 and 24.8 (H200).
 bool tiles_are_short_or_few(const QgemmProblem& p) {
   const int64_t experts = p.experts.num;
   if (experts == 0) return false;
   if (!p.transposed) return p.k < 512 && p.m <= 12;
   if (p.m > 20 * experts) return false;
-  return p.n < 1024 || std::min(p.m, experts) * ceil_div(p.k, formats::kUnitCols) < 64;
+  return p.n < 512 || std::min(p.m, experts) * ceil_div(p.k, formats::kUnitCols) < 64;
 }
 
 // Where qgemm_sm90_large has tiles of 64 columns of y for all multiprocessors of an H200 at once, and four
 // warpgroups for each: transposed it takes 0.54 to 0.96 times as long as qgemm_sm90_transposed with 33 to 64
 // rows of x, and with 17 to 32 rows 0.64 to 0.9 times if it sums much or has few tiles, else up to 1.17
-// times. Forward it would be ahead of qgemm_sm90_wgmma, too (0.71 to 1.03 times), which rounds no scaled
-// weights.
+// times. Likewise where tiles of 256 columns leave few multiprocessors without: 42.8 us for 48.4 with 64 rows
+// and 28672 columns, less with 48, and 1.14 times as long with 14336. Forward it would be ahead of
+// qgemm_sm90_wgmma, too (0.71 to 1.03 times), which rounds no scaled weights.
 bool many_rows_pay(const QgemmProblem& p) {
-  constexpr int64_t kMostColumns = 132 * 64;
-  if (!p.transposed || p.experts.num > 0 || p.m <= 16 || p.m > 64 || p.k > kMostColumns) return false;
-  return p.m > 32 || p.n >= 6144 || p.k <= 512;
+  constexpr int64_t kMultiprocessors = 132, kWideColumns = 256;
+  if (!p.transposed || p.experts.num > 0 || p.m <= 16 || p.m > 64) return false;
+  if (p.k <= kMultiprocessors * 64) return p.m > 32 || p.n >= 6144 || p.k <= 512;
+  const int64_t tiles = ceil_div(p.k, kWideColumns), places = formats::round_up(tiles, kMultiprocessors);
+  return p.m > 32 && tiles * 5 >= places * 4;
 }
 
 // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.

@@ -583,17 +583,19 @@ TEST(QgemmPlan, OrderOfVariants) {
       {8, 28672, 8192, 64, false, kLoaded},     {8, 28672, 8200, 64, false, kUsual},
       {64, 8192, 8192, 64, false, kUsual},      {33, 4096, 8448, 64, true, kMany},
       {33, 4096, 8449, 64, true, kUsual},       {64, 28672, 8448, 64, true, kMany},
-      {16, 8192, 4096, 64, true, kUsual},       {17, 6144, 4096, 64, true, kMany},
-      {17, 6143, 4096, 64, true, kUsual},       {17, 4096, 512, 64, true, kMany},
-      {65, 8192, 8192, 64, true, kUsual},       {512, 8192, 8192, 64, true, kUsual},
-      {6143, 8192, 8192, 64, true, kUsual},     {6144, 8192, 8192, 64, true, kDecoded},
-      {6144, 8192, 8192, 128, true, kDecoded},  {6144, 8192, 8192, 127, false, kDecoded},
-      {6144, 8192, 8192, 128, false, kUsual},   {8192, 8192, 8192, 8192, false, kUsual},
-      {8192, 8192, 8192, 8192, true, kDecoded}, {1025, 3072, 3072, 64, true, kDecoded},
-      {1025, 3072, 3104, 64, true, kUsual},     {1024, 3072, 3072, 64, true, kUsual},
-      {1025, 3072, 3072, 64, false, kUsual},    {640, 2048, 2048, 64, true, kDecoded},
-      {639, 2048, 2048, 64, true, kUsual},      {640, 2048, 2080, 64, true, kUsual},
-      {640, 2080, 1024, 64, true, kUsual},
+      {33, 4096, 28672, 64, true, kMany},       {64, 4096, 65536, 64, true, kMany},
+      {32, 4096, 28672, 64, true, kUsual},      {64, 4096, 14336, 64, true, kUsual},
+      {64, 4096, 36864, 64, true, kUsual},      {16, 8192, 4096, 64, true, kUsual},
+      {17, 6144, 4096, 64, true, kMany},        {17, 6143, 4096, 64, true, kUsual},
+      {17, 4096, 512, 64, true, kMany},         {65, 8192, 8192, 64, true, kUsual},
+      {512, 8192, 8192, 64, true, kUsual},      {6143, 8192, 8192, 64, true, kUsual},
+      {6144, 8192, 8192, 64, true, kDecoded},   {6144, 8192, 8192, 128, true, kDecoded},
+      {6144, 8192, 8192, 127, false, kDecoded}, {6144, 8192, 8192, 128, false, kUsual},
+      {8192, 8192, 8192, 8192, false, kUsual},  {8192, 8192, 8192, 8192, true, kDecoded},
+      {1025, 3072, 3072, 64, true, kDecoded},   {1025, 3072, 3104, 64, true, kUsual},
+      {1024, 3072, 3072, 64, true, kUsual},     {1025, 3072, 3072, 64, false, kUsual},
+      {640, 2048, 2048, 64, true, kDecoded},    {639, 2048, 2048, 64, true, kUsual},
+      {640, 2048, 2080, 64, true, kUsual},      {640, 2080, 1024, 64, true, kUsual},
   };
   QgemmProblem problem;
   problem.device.kind = DeviceKind::cuda;
@@ -646,9 +648,9 @@ TEST(QgemmPlan, TheOrderOfVariantsOfExperts) {
     bool transposed, sm80_first;
   };
   constexpr Case kCases[] = {
-      {256, 8, 512, 7168, true, true},     {256, 5120, 512, 7168, true, true},
-      {256, 5121, 512, 7168, true, false}, {256, 32768, 512, 7168, true, false},
-      {256, 8, 1024, 7168, true, false},   {256, 8, 7168, 256, true, true},
+      {256, 8, 511, 7168, true, true},     {256, 5120, 511, 7168, true, true},
+      {256, 5121, 511, 7168, true, false}, {256, 32768, 511, 7168, true, false},
+      {256, 8, 512, 7168, true, false},    {256, 8, 7168, 256, true, true},
       {256, 16, 7168, 256, true, false},   {256, 12, 7168, 256, false, true},
       {256, 13, 7168, 256, false, false},  {256, 12, 7168, 512, false, false},
   };

@@ -12,7 +12,7 @@
 //
 // Four warpgroups multiply small tiles. They need not look ahead: while one decodes, the tensor cores
 // multiply for others. Split: a block has one tile. Two or all of them have the same features, and take
-// stages in turn; each stores its share of the tokens. Wide, of experts: each has features of its own.
+// stages in turn; each stores its share of the tokens. Wide: each has features of its own.
 //
 // Multicast: before tiles are shared the blocks of a cluster go through the same tokens, stage by stage. Each
 // loads half of a stage's x to the shared memory of both, when the warps of both are done with what was
@@ -58,7 +58,7 @@ constexpr int kSplits = kTiling.splits;
 // Operands A that a warpgroup decodes while one is multiplied: of two that multiply. Four have the tensor
 // cores busy without, and no registers for it.
 constexpr int kAhead = kTiling.warpgroups == 2 ? 1 : 0;
-static_assert(kAhead == 1 ? kSplits == 1 : kBlocks == 1 && kTokens <= 128 && kExperts == (kSplits == 1));
+static_assert(kAhead == 1 ? kSplits == 1 : kBlocks == 1 && kTokens <= 128);
 // Who waits for a phase of a barrier must know that the one before it has ended: a wait tells them apart by
 // parity only. Warpgroups that take turns do not wait for each other, so each has stages of the ring of its
 // own.

@@ -16,13 +16,16 @@ namespace {
 
 constexpr int kFewestTokens = 17;  // with fewer, the other variants of sm_90 were not timed beside it
 // Of an expert, on average: with fewer, other variants are ahead. Transposed that depends on how much is
-// summed: with 512 rows of the weight others took 1.5 times as long with 2 rows of x, with 4096 they took 0.8
-// times as long with 8 (`halfbyte bench qgemm --experts 256 --top-k 8 --shape 512x7168 --m 64,128,256` and
+// summed. With 512 rows of the weight qgemm_sm90_transposed takes 0.8 times as long with 4 rows of x and 1.05
+// times with 8, with 1536 and 2048 rows 0.83 and 0.88 times with 8 and 1.3 times with 12, with 4096 as long
+// with 12 (H200, `halfbyte bench qgemm --experts 256 --top-k 8 --shape 512x7168 --m 128,256`, `--experts 128
+// --shape 1536x2048,2048x768 --m 128,192` and `--experts 8 --top-k 2 --shape 4096x14336 --m 48`, with
 // --variant).
 constexpr int64_t kFewestExpertRows = 16;
 int64_t fewest_expert_rows(const QgemmProblem& p) {
   if (!p.transposed) return kFewestExpertRows;
-  return p.in_cols() <= 512 ? 2 : p.in_cols() <= 2048 ? 8 : 12;
+  if (p.in_cols() < 512) return 2;  // qgemm_sm80 has fewer
+  return p.in_cols() < 1024 ? 8 : p.in_cols() <= 2048 ? 9 : 12;
 }
 constexpr int kMaxStages = 8, kMaxSplitStages = 16;
 constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90
@@ -328,7 +331,6 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
     }
   };
   for (const Tile& tile : all_tiles()) {
-    if (tile.candidate->is_wide()) continue;
     consider(tile, tile.sharers);
     if (tile.sharers == 2) consider(tile, 1);  // none are shared
   }
@@ -458,8 +460,6 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
       "more than two blocks, with wide ones where groups are smaller than a row, and without "
       "double-quant",
       most_expert_tokens(problem, swiglu));
-  HALFBYTE_CHECK(problem.experts.num > 0 || !tile->candidate->is_wide(), usage,
-                 "qgemm_sm90_large: tile {} is for experts", word);
   HALFBYTE_CHECK(can_be(tiling) && clocks_of(*tile->candidate, problem.transposed) > 0, usage,
                  "qgemm_sm90_large: tile {} does not go with the weight{}", word,
                  problem.transposed ? " where transposed" : "");
