@@ -273,17 +273,18 @@ TEST_P(QgemmAmx, OneAndTwoTilesOfRows) {
     }
 }
 
-// Transposed, x of few rows is multiplied with the scales, in three parts: codes are rounded alone, too.
+// Transposed, one tile of rows: units take turns, of which a thread has one, some, or too many for a turn. x
+// of very few is multiplied with the scales, in three parts: codes are rounded alone, too.
 TEST_P(QgemmAmx, TransposedFewRows) {
   std::mt19937_64 random(GetParam() + 300);
   for (const int64_t group : {16, 64, 128, 192, 1 << 20})
-    for (const int64_t m : {1, 2, 3, 4, 5, 6}) {
+    for (const int64_t m : {1, 2, 3, 4, 5, 6, 11, 16, 17}) {
       if (testing::kSanitized && random() % 4 != 0) continue;
       QgemmDescriptor d = random_descriptor(random);
       d.m = m;
       d.n = random() % 4 == 0 ? 1 + static_cast<int64_t>(random() % 4)
                               : 33 + static_cast<int64_t>(random() % 300);
-      d.k = 40 + static_cast<int64_t>(random() % 300);
+      d.k = 40 + static_cast<int64_t>(random() % (random() % 3 == 0 ? 3000 : 300));
       d.transposed = true;
       d.spec.group_size = group;
       if (group > d.k) d.spec.granularity = Granularity::channel;

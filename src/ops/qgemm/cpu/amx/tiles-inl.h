@@ -9,6 +9,21 @@ struct alignas(64) F32Tile {
   float lines[kTileLines][16];
 };
 
+inline const uint16_t* row_of_x(const QgemmProblem& problem, const QgemmTensors& tensors, int64_t row) {
+  return static_cast<const uint16_t*>(tensors.x) + row * problem.in_cols();
+}
+// Transposed: the tile of 16 rows of x and 32 columns, those of the rows of a strip; zeros beyond x.
+HALFBYTE_AVX512 inline void pack_rows(const QgemmProblem& problem, const QgemmTensors& tensors,
+                                      int64_t m_tile, int64_t strip, Bf16Tile& to) {
+  const int64_t col = strip * formats::kUnitRows;
+  for (int line = 0; line < kTileLines; ++line) {
+    const int64_t row = m_tile * kTileLines + line;
+    const __mmask32 valid = first_words(row < problem.m ? problem.in_cols() - col : 0);
+    _mm512_store_si512(to.lines[line],
+                       _mm512_maskz_loadu_epi16(valid, row_of_x(problem, tensors, row) + col));
+  }
+}
+
 // The bf16 that are valid as f32, the others 0.
 HALFBYTE_AVX512 inline __m512 load_bf16(const uint16_t* from, __mmask16 valid) {
   return _mm512_castsi512_ps(
