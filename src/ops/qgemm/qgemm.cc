@@ -141,8 +141,8 @@ bool tiles_are_empty(const QgemmProblem& p) {
 }
 
 // Transposed, with a few rows of x, products of bf16 take longer to prepare than to compute on a Xeon with
-// AMX: those of f32 take 0.55 to 0.98 of the time of either other variant up to two rows, and 0.54 to 0.85 of
-// four, but where x is scaled for tiles in place of the weight: there three rows take 0.95 to 1.2.
+// AMX: those of f32 take 0.55 to 0.98 of the time of either other variant up to two rows, and 0.54 to 0.9 of
+// four, but where x is scaled for tiles in place of the weight: there three and four take 1.02 to 1.2.
 bool f32_products_pay(const QgemmProblem& p) {
   if (p.device.kind != DeviceKind::cpu || !p.transposed || p.m > 4 || !kQgemmAmx.refuse(p).empty())
     return false;

@@ -117,7 +117,7 @@ class FewRows {
   HALFBYTE_AVX512 void pack(const QgemmTensors& tensors, int64_t unit, int64_t m_tile, uint32_t* x) const {
     const int64_t row = m_tile * layout_.rows, col = unit * formats::kUnitCols;
     __m512i pairs[2][kTileLines];
-    order_.load_transposed(static_cast<const uint16_t*>(tensors.x) + row * problem_.k + col, problem_.k,
+    order_.load_transposed(row_of_x(problem_, tensors, row) + col, problem_.k,
                            std::min<int64_t>(layout_.rows, problem_.m - row), problem_.k - col, pairs);
     const auto first_group = static_cast<int>(layout_.first_group(unit) % layout_.slots);
     for (int j = 0; j < 2; ++j) {

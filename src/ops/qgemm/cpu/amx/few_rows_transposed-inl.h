@@ -83,8 +83,7 @@ class FewRowsTransposed {
     for (int64_t row = 0; row < problem_.m; ++row)
       for (int64_t i = 0; i < formats::kUnitRows; i += kTileLines)
         _mm512_storeu_ps(x + (strip * problem_.m + row) * formats::kUnitRows + i,
-                         load_bf16(static_cast<const uint16_t*>(tensors.x) + row * cols + col + i,
-                                   first_lanes(cols - col - i)));
+                         load_bf16(row_of_x(problem_, tensors, row) + col + i, first_lanes(cols - col - i)));
   }
 
   HALFBYTE_AVX512 static __m512 as_f32(__m256i values) {
