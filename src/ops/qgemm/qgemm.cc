@@ -97,16 +97,27 @@ bool tiles_are_short_or_few(const QgemmProblem& p) {
   return p.n < 512 || std::min(p.m, experts) * ceil_div(p.k, formats::kUnitCols) < 64;
 }
 
-// Where qgemm_sm90_large has tiles of 64 columns of y for all multiprocessors of an H200 at once, and four
-// warpgroups for each: transposed it takes 0.54 to 0.96 times as long as qgemm_sm90_transposed with 33 to 64
-// rows of x, and with 17 to 32 rows 0.64 to 0.9 times if it sums much or has few tiles, else up to 1.17
-// times. Likewise where tiles of 256 columns leave few multiprocessors without: 42.8 us for 48.4 with 64 rows
-// and 28672 columns, less with 48, and 1.14 times as long with 14336. Forward it would be ahead of
-// qgemm_sm90_wgmma, too (0.71 to 1.03 times), which rounds no scaled weights.
+// Transposed, qgemm_sm90_large takes 0.54 to 0.96 times as long as qgemm_sm90_transposed with 33 to 64 rows
+// of x, and with 17 to 32 rows 0.64 to 0.9 times if it sums much or has few tiles, else up to 1.17 times:
+// where it has tiles of 64 columns of y for all multiprocessors of an H200 at once, and four warpgroups for
+// each. Likewise where tiles of 256 columns leave few multiprocessors without: 0.75 to 0.94 times; where they
+// leave more, up to 1.06 times.
+// Forward, qgemm_sm90_wgmma takes 1.32 to 1.6 times as long with 33 rows as with 32 where multiprocessors in
+// pairs have more than one tile each. There qgemm_sm90_large takes 0.76 to 1.02 times as long, where it has
+// tiles of 64 columns for all at once, or takes tiles of 48 rows; else 0.82 to 1.08 times. Of up to 1024 rows
+// of the weight it takes 0.69 to 0.84 times as long, of sums of eight times as many columns 0.73 to 0.95 with
+// 17 to 32 rows, too. Of others it takes 0.9 to 1.24 times as long, as it does of codes of 8 bits or with one
+// scale a row; it has to gain, since qgemm_sm90_wgmma rounds no scaled weights.
 bool many_rows_pay(const QgemmProblem& p) {
-  constexpr int64_t kMultiprocessors = 132, kWideColumns = 256;
-  if (!p.transposed || p.experts.num > 0 || p.m <= 16 || p.m > 64) return false;
-  if (p.k <= kMultiprocessors * 64) return p.m > 32 || p.n >= 6144 || p.k <= 512;
+  constexpr int64_t kMultiprocessors = 132, kColumns = 64, kWideColumns = 256, kWideRows = 48;
+  if (p.experts.num > 0 || p.m <= 16 || p.m > 64) return false;
+  const bool at_once = p.out_cols() <= kMultiprocessors * kColumns;
+  if (!p.transposed) {
+    if (p.codec.bits != 4 || p.weight.groups == 1) return false;
+    if (p.m <= 32) return p.k >= 8 * p.n;
+    return p.n <= 1024 || (p.n > kMultiprocessors / 2 * kColumns && (at_once || p.m <= kWideRows));
+  }
+  if (at_once) return p.m > 32 || p.n >= 6144 || p.k <= 512;
   const int64_t tiles = ceil_div(p.k, kWideColumns), places = formats::round_up(tiles, kMultiprocessors);
   return p.m > 32 && tiles * 5 >= places * 4;
 }

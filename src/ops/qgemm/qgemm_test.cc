@@ -581,30 +581,38 @@ TEST(QgemmPlan, OrderOfVariants) {
       {1, 8192, 28672, 64, false, kUsual},      {2, 8192, 8192, 64, false, kUsual},
       {2, 16384, 4096, 64, false, kUsual},      {2, 16385, 4096, 64, false, kLoaded},
       {8, 28672, 8192, 64, false, kLoaded},     {8, 28672, 8200, 64, false, kUsual},
-      {64, 8192, 8192, 64, false, kUsual},      {33, 4096, 8448, 64, true, kMany},
-      {33, 4096, 8449, 64, true, kUsual},       {64, 28672, 8448, 64, true, kMany},
-      {33, 4096, 28672, 64, true, kMany},       {64, 4096, 65536, 64, true, kMany},
-      {32, 4096, 28672, 64, true, kUsual},      {64, 4096, 14336, 64, true, kUsual},
-      {64, 4096, 36864, 64, true, kUsual},      {16, 8192, 4096, 64, true, kUsual},
-      {17, 6144, 4096, 64, true, kMany},        {17, 6143, 4096, 64, true, kUsual},
-      {17, 4096, 512, 64, true, kMany},         {65, 8192, 8192, 64, true, kUsual},
-      {512, 8192, 8192, 64, true, kUsual},      {6143, 8192, 8192, 64, true, kUsual},
-      {6144, 8192, 8192, 64, true, kDecoded},   {6144, 8192, 8192, 128, true, kDecoded},
-      {6144, 8192, 8192, 127, false, kDecoded}, {6144, 8192, 8192, 128, false, kUsual},
-      {8192, 8192, 8192, 8192, false, kUsual},  {8192, 8192, 8192, 8192, true, kDecoded},
-      {1025, 3072, 3072, 64, true, kDecoded},   {1025, 3072, 3104, 64, true, kUsual},
-      {1024, 3072, 3072, 64, true, kUsual},     {1025, 3072, 3072, 64, false, kUsual},
-      {640, 2048, 2048, 64, true, kDecoded},    {639, 2048, 2048, 64, true, kUsual},
-      {640, 2048, 2080, 64, true, kUsual},      {640, 2080, 1024, 64, true, kUsual},
+      {33, 4096, 8448, 64, true, kMany},        {33, 4096, 8449, 64, true, kUsual},
+      {64, 28672, 8448, 64, true, kMany},       {33, 4096, 28672, 64, true, kMany},
+      {64, 4096, 65536, 64, true, kMany},       {32, 4096, 28672, 64, true, kUsual},
+      {64, 4096, 14336, 64, true, kUsual},      {64, 4096, 36864, 64, true, kUsual},
+      {16, 8192, 4096, 64, true, kUsual},       {17, 6144, 4096, 64, true, kMany},
+      {17, 6143, 4096, 64, true, kUsual},       {17, 4096, 512, 64, true, kMany},
+      {65, 8192, 8192, 64, true, kUsual},       {512, 8192, 8192, 64, true, kUsual},
+      {6143, 8192, 8192, 64, true, kUsual},     {6144, 8192, 8192, 64, true, kDecoded},
+      {6144, 8192, 8192, 128, true, kDecoded},  {6144, 8192, 8192, 127, false, kDecoded},
+      {6144, 8192, 8192, 128, false, kUsual},   {8192, 8192, 8192, 8192, false, kUsual},
+      {8192, 8192, 8192, 8192, true, kDecoded}, {1025, 3072, 3072, 64, true, kDecoded},
+      {1025, 3072, 3104, 64, true, kUsual},     {1024, 3072, 3072, 64, true, kUsual},
+      {1025, 3072, 3072, 64, false, kUsual},    {640, 2048, 2048, 64, true, kDecoded},
+      {639, 2048, 2048, 64, true, kUsual},      {640, 2048, 2080, 64, true, kUsual},
+      {640, 2080, 1024, 64, true, kUsual},      {64, 8448, 8192, 64, false, kMany},
+      {64, 8449, 8192, 64, false, kUsual},      {48, 8449, 8192, 64, false, kMany},
+      {32, 8449, 8192, 64, false, kUsual},      {33, 4225, 4096, 64, false, kMany},
+      {33, 4224, 4096, 64, false, kUsual},      {33, 1024, 1024, 64, false, kMany},
+      {33, 1025, 1024, 64, false, kUsual},      {32, 1024, 8192, 64, false, kMany},
+      {32, 1024, 8191, 64, false, kUsual},      {16, 1024, 8192, 64, false, kUsual},
+      {33, 1024, 1024, 1024, false, kUsual},
   };
   QgemmProblem problem;
   problem.device.kind = DeviceKind::cuda;
+  problem.codec.bits = 4;
   for (const auto& [m, n, k, group, transposed, order] : kCases) {
     SCOPED_TRACE(fmt::format("m {} n {} k {} group {} transposed {}", m, n, k, group, transposed));
     problem.m = m;
     problem.n = n;
     problem.k = k;
     problem.group = group;
+    problem.weight.groups = (k + group - 1) / group;
     problem.transposed = transposed;
     EXPECT_EQ(order_of(problem), order);
   }
@@ -615,6 +623,10 @@ TEST(QgemmPlan, OrderOfVariants) {
     problem.codec.bits = bits;
     EXPECT_EQ(order_of(problem), bits == 4 ? kUsual : kDecoded);
   }
+  problem.m = 33;
+  problem.n = 8192;
+  problem.transposed = false;
+  EXPECT_EQ(order_of(problem), kUsual);  // of 8 bits
   problem.device.kind = DeviceKind::cpu;
   problem.dtype = DType::bf16;
   problem.packed = true;

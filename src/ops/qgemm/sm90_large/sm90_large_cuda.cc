@@ -324,6 +324,8 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
       const bool one_round = parts > 1 || tiling.splits > 1;
       if (d.parts != parts || (one_round && d.tiles() > num_multiprocessors)) continue;
       if ((d.whole < d.tiles()) != (sharers > 1) || d.last_stages() < tiling.splits) continue;
+      // Of several tiles of tokens, wide ones take up to 1.2 times as long as other tiles.
+      if (tile.candidate->is_wide() && d.token_tiles > 1) continue;
       const double time = clocks_of(d, p, stage_clocks, num_multiprocessors);
       if (time >= least) continue;
       best = d;
