@@ -63,7 +63,8 @@ stage_python() {  # the Python package: halfbyte.torch with the torch of the rea
   make_readers
   export PYTHONDONTWRITEBYTECODE=1
   PYTHONPATH=$PWD/build/release/python run_readers tests/pytorch
-  scripts/wheel.sh
+  scripts/wheel.sh --build-dir build/release  # half a minute, not five
+  configure
   # README and pages with torch, by the wheel.
   python3 -m zipfile -e build/wheel/dist/*-cp3"$(python3 -c 'import sys; print(sys.version_info.minor)')"-*.whl "$work/site"
   PYTHONPATH=$work/site "$readers" -m pytest -q -p no:cacheprovider tests/docs_test.py -k run

@@ -40,7 +40,8 @@ make_venv() {
 # What is built and tested: preset ci, in build/release.
 configure() {
   make_venv
-  cmake --preset ci -DHALFBYTE_PYTHON="$venv/bin/python"
+  # Without what a wheel that took its objects left there (scripts/wheel.sh).
+  cmake --preset ci -DHALFBYTE_PYTHON="$venv/bin/python" -U 'SKBUILD*' -U 'Python*' -U 'nanobind*' -U CMAKE_INSTALL_LIBDIR
 }
 
 # run_ctest LABEL: the tests of that label (tests/CMakeLists.txt), with the count of them at the end.

@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
 # The wheel of the Python package: builds it, brings the libraries that it needs into it, and tries it where nothing else is.
-#   scripts/wheel.sh [PYTHON...]
+#   scripts/wheel.sh [--build-dir DIR] [PYTHON...]
 #       with each Python named (python3). Before 3.12 the wheel is for that version, from there on for all later ones.
+#       --build-dir: with the objects of this build (of configure() in lib.sh, which makes it a build without the wheel again).
 # The wheels: build/wheel/dist. The second run compiles what has changed only.
 source "$(dirname "$0")/lib.sh"
 
+settings=(install.components=python)
+if [[ ${1-} == --build-dir ]]; then
+  settings+=(build-dir="$2" cmake.define.HALFBYTE_WERROR=ON cmake.define.HALFBYTE_TESTS=ON)
+  shift 2
+fi
 install_packages "${packages[@]}" "${python_packages[@]}"
 dist=build/wheel/dist tools=build/wheel/tools policy=manylinux_2_34_$(uname -m)
 work=$(mktemp -d)
@@ -59,7 +65,7 @@ for python in "${@:-python3}"; do
   rm -rf "$work/raw" "$work/repaired"
   "$python" -m venv --clear "$work/build"
   # Without what auditwheel brings, under names of its own: no other library of the process is taken for it.
-  "$work/build/bin/pip" wheel -q --no-deps -w "$work/raw" --config-settings=install.components=python .
+  "$work/build/bin/pip" wheel -q --no-deps -w "$work/raw" "${settings[@]/#/--config-settings=}" .
   PATH=$PWD/$tools/bin:$PATH auditwheel repair --plat "$policy" -w "$work/repaired" "$work"/raw/*.whl
   wheel=$(cd "$work/repaired" && echo *.whl)
   echo "$wheel: $(stat -c %s "$work/repaired/$wheel") bytes, $(python3 -c '
