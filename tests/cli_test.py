@@ -198,10 +198,12 @@ def with_stubs(stubs):
 def test_precompile(tmp_path, with_stubs):
     nvrtc, driver = with_stubs
     pack = tmp_path / "kernels.hbk"
-    part = ["--formats", "int4,nf4", "--dtypes", "bf16,f32"]  # of all it takes half a minute
-    text = run("precompile", "--arch", "sm_90a,sm_80", *part, "-o", pack, env=nvrtc).stdout
+    # Of all ops but qgemm, whose kernels take half a minute.
+    page = (ROOT / "docs/kernels.md").read_text()
+    counts = {op: int(a) + int(b) for op, a, b in re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", page, re.M) if op != "qgemm"}
+    text = run("precompile", "--arch", "sm_90a,sm_80", "--ops", ",".join(counts), "-o", pack, env=nvrtc).stdout
     num_kernels = int(re.search(r"^kernels +(\d+) for sm_90a, sm_80$", text, re.M)[1])
-    assert num_kernels > 1000
+    assert num_kernels == sum(counts.values())
     assert re.search(rf"^output +{pack} \([\d.]+ MiB\)$", text, re.M)
     assert os.listdir(tmp_path) == ["kernels.hbk"]
 
@@ -418,7 +420,7 @@ def test_bench_measures(tmp_path, with_stubs):
     assert "4 of 4 cases are wrong" in result.stderr
     lines = [line for line in result.stdout.splitlines() if line.startswith("96x128")]
     assert result.stdout.count("  with a low-rank adapter of rank 16: -, - of plain\n") == 4
-    assert len(lines) == 4 and all(re.search(r"- WRONG: must be at most [56]e-03$", line) for line in lines)
+    assert len(lines) == 4 and all("- WRONG: must be at most 5e-03" in line for line in lines)
     assert re.search(r"^cuBLAS +no cuBLAS .*/nowhere/libcublas.so", result.stdout, re.M)
     document, *rows = [json.loads(line) for line in report.read_text().splitlines()]
     assert document["ok"] is False and document["error"]["code"] == "VERIFY" and document["device"] == "Stub"

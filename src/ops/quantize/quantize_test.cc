@@ -187,7 +187,7 @@ TEST(Quantize, NonFiniteElementsAreCountedAndGetTheCodeOfZero) {
 // All bf16 values against many scales: four groups a time, each holding every value that is not larger than
 // the one that sets its scale.
 TEST(Quantize, AllBf16ValuesAgainstManyScales) {
-  const int num_scales = testing::kSanitized ? 8 : 1024;
+  const int num_scales = testing::kSanitized ? 8 : 1536;
   const int64_t n = 0x10000;
   std::mt19937_64 random(3);
   std::vector<uint16_t> scales;  // half of them where weights are, half anywhere
