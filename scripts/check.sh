@@ -177,10 +177,13 @@ build_mpi() {
 }
 
 # test_mpi LIBRARY LAUNCHER [CLUSTER [ARGUMENT...]]: its tests, with the cluster of tests/mpi/cluster.sh, where this machine allows one.
+# A TMPDIR of its own: all runs of Open MPI share a directory there, and a run that ends removes it while another makes
+# its own in it.
 test_mpi() {
-  local library=$1 launcher=$2 cluster=() code=0
+  local library=$1 launcher=$2 cluster=() code=0 directory
+  directory=$(mktemp -d -p "$work")
   if [[ ${3-} ]]; then cluster=(tests/mpi/cluster.sh "$3"); fi
-  HALFBYTE_MPI=$PWD/build/mpi-$library/libhalfbyte_mpi.so HALFBYTE_MPIRUN=$launcher "${cluster[@]}" \
+  TMPDIR=$directory HALFBYTE_MPI=$PWD/build/mpi-$library/libhalfbyte_mpi.so HALFBYTE_MPIRUN=$launcher "${cluster[@]}" \
     "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/mpi "${@:4}" || code=$?
   ((code == 0 || (code == 77 && ${#cluster[@]})))
 }
