@@ -78,7 +78,7 @@ const Defaults& defaults_of(Device device, bool cliffs) {
   };
   static const Defaults cliffs_cpu = {
       .shapes = {"1024x1024", "1027x1027"},
-      .dtypes = {"bf16"},
+      .dtypes = {"bf16", "f32"},
       .m = cliff_rows(129),
       .weights = {{"nf4", false}, {"int4", false}},
   };

@@ -496,7 +496,10 @@ def test_bench_experts_on_the_cpu():
 
 def test_bench_cliffs_on_the_cpu():
     case = ["bench", "qgemm", "--cliffs", "--device", "cpu", "--shape", "96x128", "--format", "nf4", "--m", "1,3,128,129"]
-    document, rows = run_lines(*case, "--direction", "forward", "--threads", "1", env=NO_CUDA)
+    default = run_json("bench", "qgemm", "--cliffs", "--explain", "--device", "cpu", env=NO_CUDA)["cases"]
+    assert {row["dtype"] for row in default} == {"bf16", "f32"}
+    case += ["--dtype", "f32", "--threads", "1"]
+    document, rows = run_lines(*case, "--direction", "forward", env=NO_CUDA)
     assert [row["m"] for row in rows] == [1, 3, 128, 129]
     for row in rows:
         assert row["failure"] == "" and row["cublas_us"] is None and row["ceiling"] == "goal"
@@ -511,7 +514,7 @@ def test_bench_cliffs_on_the_cpu():
     assert (summary["worst_jump"], summary["worst_jump_problem"]) == (rows[3]["jump"], rows[3]["problem"])
     within = sum(row["plain_of_goal"] <= 1.15 for row in rows[2:])
     assert (summary["rows"], summary["within"], summary["share_within"]) == (2, within, within / 2)
-    lines = run(*case, "--direction", "transposed", "--threads", "1", env=NO_CUDA).stdout.splitlines()
+    lines = run(*case, "--direction", "transposed", env=NO_CUDA).stdout.splitlines()
     assert len([line for line in lines if line.startswith("96x128")]) == 4
     assert [re.split(r"  +", line)[0] for line in lines[-3:]] == ["M >= 128", "worst", "worst jump"]
 

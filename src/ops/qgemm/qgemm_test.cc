@@ -113,11 +113,11 @@ TEST(Qgemm, NanOfTheWeightIsNan) {
     }
 }
 
-// Blocks and panels of every width, some of each: the same bytes for every number of threads and every run,
-// with each SIMD target.
+// Blocks and panels of every width, and rows behind them: the same bytes for every number of threads and
+// every run, with each SIMD target.
 TEST(QgemmSimd, SameBytes) {
   std::mt19937_64 random(1);
-  for (const int64_t m : {1, 2, 4, 7, 12, 40, 263})
+  for (const int64_t m : {1, 2, 3, 4, 5, 7, 9, 12, 14, 17, 22, 27, 40, 263})
     for (const bool transposed : {false, true}) {
       QgemmDescriptor d;
       d.spec.group_size = 32;

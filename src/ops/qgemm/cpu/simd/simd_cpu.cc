@@ -3,14 +3,15 @@
 // all rows of x, which are copied before as the products want to read them.
 //
 //   forward, few rows    dot products: lanes are columns, whose sums are added at the end
-//   forward              outer products: lanes are rows of x
+//   forward              outer products: lanes are rows of x; dot products with those that fill half a vector
+//                        or less
 //   transposed           outer products: lanes are columns of the weight
 //
-// With a few rows of x the weight is not stored: it is multiplied as it is decoded.
+// With up to 4 rows of x (transposed, with AVX2: 2) the weight is not stored: it is multiplied as it is
+// decoded.
 //
 // A sum has one order, whichever thread makes it and however many there are: that of the columns or rows.
 #include <algorithm>
-#include <bit>
 
 #include "core/plan_device.h"
 #include "cpu/parallel.h"
@@ -44,29 +45,33 @@ constexpr int64_t kMostSums = kMostStrips * kRows * kBatch;
 constexpr int64_t kAhead = 8192;  // bytes of the weight that are fetched ahead
 // Vectors of sums that are held in registers, of which there are 32 or 16.
 constexpr int kSums = HALFBYTE_AVX512 || HWY_ARCH_ARM_A64 ? 16 : 8;
-// Rows of x for which forward products are dot products, with two rows of the weight at a time.
-constexpr int kFewRows = kSums / 2;
+// Rows of x of forward products: with so many, the weight is multiplied as it is decoded,
+constexpr int kFewRows = 4;
+// two rows of it have so many dot products at a time,
+constexpr int kDotRows = kSums / 2;
+// and of the last vector of rows of x, so many are left to those.
+constexpr int64_t kMostRest = std::min(kDotRows, kLanes / 2);
 
 // ---- 1. Kernels: sums in registers
 
-// c[r][lanes] += a[r] * b[lanes] over `depth` steps, R numbers a and V vectors b each.
-template <int R, int V>
-HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, int64_t a_row, int64_t a_step,
-                            const float* HWY_RESTRICT b, int64_t b_step, float* HWY_RESTRICT c,
-                            int64_t c_row) {
+// c[r][lanes] += a[r] * b[lanes] over `depth` steps, R numbers a and V vectors b each. Numbers a are kRow
+// floats from each other and from step to step kStep: known here, so that their places take no registers.
+template <int R, int V, int kRow, int kStep>
+HWY_NOINLINE void add_outer(int64_t depth, const float* HWY_RESTRICT a, const float* HWY_RESTRICT b,
+                            int64_t b_step, float* HWY_RESTRICT c, int64_t c_row) {
   Floats sums[R][V];
   HWY_UNROLL(16)
   for (int r = 0; r < R; ++r) {
     HWY_UNROLL(16)
     for (int v = 0; v < V; ++v) sums[r][v] = hn::LoadU(Tag(), c + r * c_row + v * kLanes);
   }
-  for (int64_t i = 0; i < depth; ++i, a += a_step, b += b_step) {
+  for (int64_t i = 0; i < depth; ++i, a += kStep, b += b_step) {
     Floats vectors[V];
     HWY_UNROLL(16)
     for (int v = 0; v < V; ++v) vectors[v] = hn::LoadU(Tag(), b + v * kLanes);
     HWY_UNROLL(16)
     for (int r = 0; r < R; ++r) {
-      const Floats factor = hn::Set(Tag(), a[r * a_row]);
+      const Floats factor = hn::Set(Tag(), a[r * kRow]);
       HWY_UNROLL(16)
       for (int v = 0; v < V; ++v) sums[r][v] = hn::MulAdd(factor, vectors[v], sums[r][v]);
     }
@@ -100,21 +105,34 @@ struct Unit {
   }
 };
 
-// The values of a unit to memory: row r to w + r * row_floats, in column_order. What lies `ahead` bytes
-// further is fetched meanwhile.
+// The values of rows 2 a and 2 a + 1 of a unit to memory, row_floats from each other, in column_order. What
+// lies `ahead` bytes further is fetched meanwhile.
+template <class Codes>
+HWY_INLINE void decode_line(const Codes& codes, const Unit& unit, int a, int64_t ahead, float* w,
+                            int64_t row_floats) {
+  for (int tile = 0; tile < Codes::kTiles; ++tile) {
+    const uint8_t* line = unit.line(codes, tile, a);
+    hwy::Prefetch(line + ahead);
+    HWY_UNROLL(4)
+    for (int i = 0; i < 16; i += kLanes) {
+      StoreValues sink{w + tile * Codes::kVectors * 16 + i, row_floats};
+      codes.decode(line, a, tile, i, unit.parameters, sink);
+    }
+  }
+}
+
+// All rows of a unit.
 template <class Codes>
 HWY_NOINLINE void decode_unit(const Codes& codes, const Unit& unit, int64_t ahead, float* w,
                               int64_t row_floats) {
-  for (int a = 0; a < kRows / 2; ++a)
-    for (int tile = 0; tile < Codes::kTiles; ++tile) {
-      const uint8_t* line = unit.line(codes, tile, a);
-      hwy::Prefetch(line + ahead);
-      HWY_UNROLL(4)
-      for (int i = 0; i < 16; i += kLanes) {
-        StoreValues sink{w + 2 * a * row_floats + tile * Codes::kVectors * 16 + i, row_floats};
-        codes.decode(line, a, tile, i, unit.parameters, sink);
-      }
-    }
+  for (int a = 0; a < kRows / 2; ++a) decode_line(codes, unit, a, ahead, w + 2 * a * row_floats, row_floats);
+}
+
+// Two rows of some units side by side.
+template <class Codes>
+HWY_NOINLINE void decode_rows(const Codes& codes, int64_t num_units, const Unit* units, int a, int64_t ahead,
+                              float* w, int64_t row_floats) {
+  for (int64_t u = 0; u < num_units; ++u) decode_line(codes, units[u], a, ahead, w + u * kCols, row_floats);
 }
 
 // For a vector that is used more than once: GCC would make its load part of each of the instructions, and
@@ -243,6 +261,39 @@ HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* un
   }
 }
 
+// Adds the products of decoded rows of the weight, kRow floats from each other, R at a time with M rows of x
+// to sums[row][m] of vectors.
+template <int R, int M, int kRow>
+HWY_NOINLINE void add_decoded_dots(int64_t num_rows, int64_t num_units, const float* HWY_RESTRICT w,
+                                   const float* HWY_RESTRICT x, float* HWY_RESTRICT to) {
+  for (int64_t row = 0; row < num_rows; row += R, w += R * kRow, to += R * M * kLanes) {
+    Floats sums[R][M];
+    HWY_UNROLL(8)
+    for (int r = 0; r < R; ++r) {
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) sums[r][m] = hn::LoadU(Tag(), to + (r * M + m) * kLanes);
+    }
+    for (int64_t unit = 0; unit < num_units; ++unit)
+      for (int64_t col = 0; col < kCols; col += kLanes) {
+        Floats weights[R];
+        HWY_UNROLL(8)
+        for (int r = 0; r < R; ++r)
+          weights[r] = in_register(hn::LoadU(Tag(), w + r * kRow + unit * kCols + col));
+        HWY_UNROLL(8)
+        for (int m = 0; m < M; ++m) {
+          const Floats factor = in_register(hn::LoadU(Tag(), x + (unit * M + m) * kCols + col));
+          HWY_UNROLL(8)
+          for (int r = 0; r < R; ++r) sums[r][m] = hn::MulAdd(weights[r], factor, sums[r][m]);
+        }
+      }
+    HWY_UNROLL(8)
+    for (int r = 0; r < R; ++r) {
+      HWY_UNROLL(8)
+      for (int m = 0; m < M; ++m) hn::StoreU(sums[r][m], Tag(), to + (r * M + m) * kLanes);
+    }
+  }
+}
+
 // The products of M rows of x with two rows, added.
 template <int M, int kVectors>
 struct Columns {
@@ -328,6 +379,8 @@ class Product {
       transposed(codes);
     else if (problem_.m <= kFewRows)
       forward_few(codes);
+    else if (problem_.m <= 2 * kDotRows)
+      forward_dots(codes);
     else
       forward_many(codes);
   }
@@ -344,26 +397,29 @@ class Product {
     decode_unit(codes, at, ahead, w, row_floats);
   }
 
-  // Panels of x, padded with 0: of `rows` rows each, in all num_rows, not less than m; the last has as many
-  // as rows_of says for what is left. A panel is [columns][rows]; for dot products [units][rows][columns].
-  // Columns are in the order of the weight, where they are its columns.
+  // Rows of x, from the first on.
+  struct Rows {
+    int64_t first, end;
+  };
+  // Panels of rows of x, padded with 0, of as many rows each as rows_of says for what is left. A panel is
+  // [columns][rows]; for dot products [units][rows][columns]. Columns are in the order of the weight, where
+  // they are its columns.
   template <class RowsOf>
-  void make_panels(int64_t rows, int64_t num_rows, const RowsOf& rows_of) {
-    const bool dots = !problem_.transposed && problem_.m <= kFewRows;
+  void make_panels(Rows x, const RowsOf& rows_of, bool dots) {
     std::array<uint8_t, kCols> order;
     for (int i = 0; i < kCols; ++i) order[static_cast<size_t>(i)] = static_cast<uint8_t>(i);
     if (!problem_.transposed) order = column_order(problem_.codec.bits);
     const int64_t num_in = problem_.in_cols();
-    const int threads = problem_.m * num_in < 65536 ? 1 : problem_.num_threads;
+    const int threads = (x.end - x.first) * num_in < 65536 ? 1 : problem_.num_threads;
     parallel_for(x_cols_ / kCols, 1, threads, [&](int64_t chunk, int64_t, int) {
       const int64_t begin = chunk * kCols, n = std::min<int64_t>(kCols, num_in - begin);
       float values[kCols] = {};
-      for (int64_t first = 0; first < num_rows; first += rows) {
-        const int64_t width = rows_of(num_rows - first);
+      for (int64_t first = x.first, width; first < x.end; first += width) {
+        width = rows_of(x.end - first);
         float* const panel = x_panel(first) + begin * width;
         const int64_t row_step = dots ? kCols : 1, col_step = dots ? 1 : width;
         for (int64_t row = 0; row < width; ++row) {
-          if (first + row < problem_.m)
+          if (first + row < x.end)
             load_x(problem_, tensors_, (first + row) * num_in + begin, n, values);
           else
             std::fill_n(values, kCols, 0.0f);
@@ -383,64 +439,143 @@ class Product {
 
   template <class Codes>
   void forward_few(const Codes& codes) {
-    const auto rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(problem_.m)));
+    const int64_t rows = problem_.m;
     const auto add = rows == 1   ? add_dots<1, Codes>
                      : rows == 2 ? add_dots<2, Codes>
-                     : rows == 4 ? add_dots<4, Codes>
+                     : rows == 3 ? add_dots<3, Codes>
                                  : add_dots<kFewRows, Codes>;
-    constexpr int64_t kMostBlock = 8;
-    const int64_t block_units = std::min(kMostBlock, 32 / rows);               // whose x stays in the cache
-    const int64_t ahead = block_units * problem_.weight.strip_bytes / units_;  // the next block
-    make_panels(rows, rows, [rows](int64_t) { return rows; });
+    constexpr int64_t kMostBlock = 8;                                         // whose x stays in the cache
+    const int64_t ahead = kMostBlock * problem_.weight.strip_bytes / units_;  // the next block
+    make_panels(
+        {0, rows}, [](int64_t left) { return left; }, true);
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
       alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [row of the weight][row of x]
       Unit block[kMostBlock];
-      for (int64_t unit = 0; unit < units_; unit += block_units) {
-        const int64_t units = std::min(block_units, units_ - unit);
+      for (int64_t unit = 0; unit < units_; unit += kMostBlock) {
+        const int64_t units = std::min(kMostBlock, units_ - unit);
         for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
         add(codes, units, block, x_ + unit * rows * kCols, rows * kCols, ahead, sums);
       }
-      for (int64_t m = 0; m < problem_.m; ++m) {
-        float y[kRows];
-        for (int64_t row = 0; row < kRows; ++row)
-          y[row] = hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * rows + m) * kLanes)));
-        store_y(problem_, tensors_, m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows),
-                y);
-      }
+      store_dots({0, rows}, strip, sums);
     });
   }
+  // Sums of dot products, [row of the weight][row of x] of vectors, of a strip.
+  void store_dots(Rows x, int64_t strip, const float* sums) const {
+    const int64_t width = dot_rows(x.end - x.first);
+    for (int64_t m = x.first; m < x.end; ++m) {
+      float y[kRows];
+      for (int64_t row = 0; row < kRows; ++row)
+        y[row] =
+            hn::GetLane(hn::SumOfLanes(Tag(), hn::Load(Tag(), sums + (row * width + m - x.first) * kLanes)));
+      store_y(problem_, tensors_, m, strip * kRows, std::min<int64_t>(kRows, problem_.n - strip * kRows), y);
+    }
+  }
 
-  // ---- Forward, many rows: lanes are rows of x
+  // ---- Forward, some more rows: dot products of two rows of a strip at a time, decoded before
+
+  // Rows of x of a panel, of those that are left.
+  static int64_t dot_rows(int64_t left) {
+    return std::min<int64_t>(left <= 4 ? left : left <= 6 ? 6 : 8, kDotRows);
+  }
+
+  template <class Codes>
+  void forward_dots(const Codes& codes) {
+    constexpr int64_t kUnits = 8;
+    const Rows x{0, problem_.m};
+    const int64_t ahead = kUnits * problem_.weight.strip_bytes / units_;  // the next block
+    make_panels(x, dot_rows, true);
+    parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
+      alignas(64) float w[2 * kUnits * kCols];
+      alignas(64) float sums[2 * kDotRows * kRows * kLanes] = {};
+      Unit block[kUnits];
+      for (int64_t unit = 0; unit < units_; unit += kUnits) {
+        const int64_t units = std::min(kUnits, units_ - unit);
+        for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
+        for (int a = 0; a < kRows / 2; ++a) {
+          decode_rows(codes, units, block, a, ahead, w, kUnits * kCols);
+          for (int64_t m = 0, width; m < problem_.m; m += width) {
+            width = dot_rows(problem_.m - m);
+            of_width(width, [&]<int M>() {
+              add_decoded_dots<2, M, kUnits * kCols>(2, units, w, x_panel(m) + unit * kCols * width,
+                                                     sums + (m * kRows + 2 * a * width) * kLanes);
+            });
+          }
+        }
+      }
+      store_dots_of(x, strip, kRows, sums);
+    });
+  }
+  // Calls a function for what dot_rows gives.
+  template <class Function>
+  static void of_width(int64_t width, const Function& function) {
+    switch (width) {
+      case 1:
+        return function.template operator()<1>();
+      case 2:
+        return function.template operator()<2>();
+      case 3:
+        return function.template operator()<3>();
+      case 4:
+        return function.template operator()<4>();
+      case 6:
+        return function.template operator()<std::min(6, kDotRows)>();
+      default:
+        return function.template operator()<kDotRows>();
+    }
+  }
+  void store_dots_of(Rows x, int64_t strip, int64_t rows, const float* sums) const {
+    for (int64_t m = x.first, width; m < x.end; m += width) {
+      width = dot_rows(x.end - m);
+      for (int64_t row = 0; row < rows; row += kRows, sums += kRows * width * kLanes)
+        store_dots({m, std::min(x.end, m + width)}, strip + row / kRows, sums);
+    }
+  }
+
+  // ---- Forward, many rows: lanes are rows of x, but for the rest
 
   // What a task makes: outputs of some strips and rows of x.
   struct RowTask {
     int64_t strip, rows;  // the first; of the weight
-    int64_t batch, end;   // rows of x
+    int64_t batch, end;   // rows of x by outer products
+    Rows rest;            // and by dot products
   };
   // Rows of x of a panel, of those that are left.
   static int64_t panel_rows(int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; }
 
   template <class Codes>
   void forward_many(const Codes& codes) {
-    make_panels(2 * kLanes, problem_.m, panel_rows);
-    const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
+    const int64_t left = problem_.m % kLanes, outer = problem_.m - (left <= kMostRest ? left : 0);
+    const Rows rest{outer, problem_.m};
+    make_panels({0, outer}, panel_rows, false);
+    make_panels(rest, dot_rows, true);
+    const int64_t batches = (outer + kBatch - 1) / kBatch;
     const int64_t block_strips = std::clamp<int64_t>(strips_ * batches / tasks_wanted(), 1, kMostStrips);
     const int64_t blocks = (strips_ + block_strips - 1) / block_strips;
     parallel_for(blocks * batches, 1, problem_.num_threads, [&](int64_t i, int64_t, int) {
       alignas(64) float w[kMostStrips * kRows * kBlockCols];
       alignas(64) float sums[kMostSums] = {};
+      alignas(64) float dots[kMostStrips * kRows * kMostRest * kLanes];
       const int64_t strip = i / batches * block_strips, batch = i % batches * kBatch;
-      const RowTask task{strip, std::min(block_strips, strips_ - strip) * kRows, batch,
-                         std::min(problem_.m, batch + kBatch)};
+      const int64_t end = std::min(outer, batch + kBatch);
+      const RowTask task{strip, std::min(block_strips, strips_ - strip) * kRows, batch, end,
+                         end == outer ? rest : Rows{}};
+      std::fill_n(dots, task.rows * dot_rows(task.rest.end - task.rest.first) * kLanes, 0.0f);
       for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
-        const int64_t cols = std::min(kBlockUnits, units_ - unit) * kCols;
+        const int64_t units = std::min(kBlockUnits, units_ - unit);
         for (int64_t row = 0; row < task.rows; row += kRows)
-          for (int64_t col = 0; col < cols; col += kCols)
-            decode(codes, strip + row / kRows, unit + col / kCols, kAhead, w + row * kBlockCols + col,
+          for (int64_t u = 0; u < units; ++u)
+            decode(codes, strip + row / kRows, unit + u, kAhead, w + row * kBlockCols + u * kCols,
                    kBlockCols);
-        add_block(task, unit, cols, w, sums);
+        add_block(task, unit, units * kCols, w, sums);
+        if (const int64_t width = dot_rows(task.rest.end - task.rest.first); width > 0)
+          of_width(width, [&]<int M>() {
+            constexpr int R = M == 1 ? 8 : M == 2 ? kSums / 2 : M <= 4 ? kSums / 4 : kSums / 8;
+            add_decoded_dots<R, M, kBlockCols>(task.rows, units, w,
+                                               x_panel(task.rest.first) + unit * kCols * width, dots);
+          });
       }
       store_rows(task, sums);
+      store_dots_of(task.rest, strip, task.rows, dots);
     });
   }
   // sums[row of the weight][row of x], by lines of the cache: a column of them has more lines than the first
@@ -459,17 +594,20 @@ class Product {
   }
   // sums[row][row of x] += products of a decoded block, `cols` columns wide, with the rows of x of a task.
   void add_block(const RowTask& task, int64_t unit, int64_t cols, const float* w, float* sums) const {
-    constexpr int kWide = kSums / 2;  // rows of the weight with two vectors of rows of x; with one: 8
+    // Rows of the weight with two vectors of rows of x, and with one.
+    constexpr int kWide = kSums / 2, kNarrow = kSums;
     for (int64_t m = task.batch; m < task.end; m += 2 * kLanes) {
-      const int64_t width = panel_rows(problem_.m - m);
+      const int64_t width = panel_rows(task.end - m);
       const float* const panel = x_panel(m) + unit * kCols * width;
       // Of the next panel, a part is fetched with each of the products.
       const auto* next = reinterpret_cast<const uint8_t*>(x_panel(m + 2 * kLanes) + unit * kCols * width);
       const bool wide = width > kLanes;
-      for (int64_t row = 0; row < task.rows; row += wide ? kWide : 8) {
-        (wide ? add_outer<kWide, 2> : add_outer<8, 1>)(cols, w + row * kBlockCols, kBlockCols, 1, panel,
-                                                       width, sums + row * kBatch + m - task.batch, kBatch);
-        for (int64_t i = 0; i < cols * width * 4 / (task.rows / kWide); i += 64, next += 64)
+      const int64_t rows = wide ? kWide : kNarrow;
+      for (int64_t row = 0; row < task.rows; row += rows) {
+        (wide ? add_outer<kWide, 2, kBlockCols, 1>
+              : add_outer<kNarrow, 1, kBlockCols, 1>)(cols, w + row * kBlockCols, panel, width,
+                                                      sums + row * kBatch + m - task.batch, kBatch);
+        for (int64_t i = 0; i < cols * width * 4 / (task.rows / rows); i += 64, next += 64)
           hwy::Prefetch(next);
       }
     }
@@ -487,14 +625,12 @@ class Product {
     int64_t sum_row() const { return units * kCols; }
   };
   // Rows of x of a panel, of those that are left.
-  static int64_t few_rows(int64_t left) {
-    return left >= 8 ? 8 : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(left)));
-  }
+  static int64_t few_rows(int64_t left) { return left >= 7 ? 8 : std::min<int64_t>(left, 4); }
   int64_t next_block() const { return kBlockStrips * problem_.weight.strip_bytes; }
 
   template <class Codes>
   void transposed(const Codes& codes) {
-    make_panels(8, problem_.m, few_rows);
+    make_panels({0, problem_.m}, few_rows, false);
     const int64_t batches = (problem_.m + kBatch - 1) / kBatch;
     const int64_t padded = (std::min(problem_.m, kBatch) + 7) / 8 * 8;
     const int64_t side = std::clamp<int64_t>(units_ * batches / tasks_wanted(), 1,
@@ -517,6 +653,7 @@ class Product {
     const int64_t width = few_rows(problem_.m);
     const auto add = width == 1   ? add_columns<1, Codes>
                      : width == 2 ? add_columns<2, Codes>
+                     : width == 3 ? add_columns<std::min(3, kFused), Codes>
                                   : add_columns<kFused, Codes>;
     for (int64_t strip = 0; strip < strips_; strip += kBlockStrips) {
       const int64_t strips = std::min(kBlockStrips, strips_ - strip);
@@ -536,10 +673,11 @@ class Product {
       for (int64_t u = 0; u < task.units; ++u) {
         for (int64_t i = 0; i < strips; ++i)
           decode(codes, strip + i, task.unit + u, next_block(), w + i * kRows * kCols, kCols);
-        for (int64_t m = task.batch; m < task.end; m += 8) {
-          const int64_t width = few_rows(problem_.m - m);
+        for (int64_t m = task.batch, width; m < task.end; m += width) {
+          width = few_rows(task.end - m);
           const auto add = width == 8   ? add_rows<8>
                            : width == 4 ? add_rows<4>
+                           : width == 3 ? add_rows<3>
                            : width == 2 ? add_rows<2>
                                         : add_rows<1>;
           add(rows, x_panel(m) + strip * kRows * width, w,
@@ -551,9 +689,10 @@ class Product {
   // A panel of R rows of x times a block.
   template <int R>
   static void add_rows(int64_t depth, const float* panel, const float* w, float* sums, int64_t sum_row) {
-    constexpr int kVectors = std::min(kCols / kLanes, kSums / R);
+    constexpr int kVectors = std::min(kCols / kLanes, kSums / (R == 3 ? 4 : R));  // divides a unit
+    static_assert(kCols % (kVectors * kLanes) == 0);
     for (int v = 0; v < kCols; v += kVectors * kLanes)
-      add_outer<R, kVectors>(depth, panel, 1, R, w + v, kCols, sums + v, sum_row);
+      add_outer<R, kVectors, 1, R>(depth, panel, w + v, kCols, sums + v, sum_row);
   }
   void store_columns(const ColumnTask& task, const float* sums) const {
     const std::array<uint8_t, kCols> order = column_order(problem_.codec.bits);
