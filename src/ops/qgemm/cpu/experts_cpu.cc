@@ -17,7 +17,7 @@ constexpr int64_t kAlignment = 64;  // of the parts of the workspace
 // Rows of a product that is made for at least `rows`: kernels for every number of rows would be many. Rows
 // too many are zeros.
 int64_t planned_rows(int64_t rows) {
-  const int64_t step = rows <= 16 ? 1 : rows <= 64 ? 8 : rows <= 256 ? 16 : 64;
+  const int64_t step = rows <= 32 ? 1 : rows <= 64 ? 4 : rows <= 256 ? 16 : 64;
   return formats::round_up(rows, step);
 }
 
