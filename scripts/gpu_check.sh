@@ -12,7 +12,7 @@
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
 # the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
 # bitsandbytes; model, which decodes with and trains a model of 8 B weights, beside dense and bitsandbytes; cliffs, which times products at many M and odd shapes; experts, which times those with the weights of experts
-# beside torch's grouped_mm; parallel, which takes several devices: sums over them, and layers cut among them; packs, which compiles every kernel, some minutes of all CPUs, and
+# beside torch's grouped_mm; experts_int4 and experts_skewed, the same in int4 and with experts that are chosen unevenly; parallel, which takes several devices: sums over them, and layers cut among them; packs, which compiles every kernel, some minutes of all CPUs, and
 # runs the tests with these and without NVRTC.
 source "$(dirname "$0")/lib.sh"
 
@@ -215,33 +215,42 @@ section_qgemm() {
 }
 section_cliffs() { "$HALFBYTE_CLI" bench qgemm --cliffs --json "$out/cliffs.json" --force; }
 # Each case in a process that compiles first, all at once, then in one that measures.
-section_experts() {
-  local cases=("128 8 1536x2048" "128 8 2048x768" "8 2 28672x4096" "8 2 4096x14336" "256 8 512x7168" "256 8 7168x256") case
-  local experts top_k shape warm=0
+# bench_experts OPTION...: each case, one after the other; before, all at once, which compiles the kernels.
+bench_experts() {
+  local cases=("128 8 1536x2048" "128 8 2048x768" "128 8 4096x2688" "128 8 2688x2048" "8 2 28672x4096" "8 2 4096x14336" "256 8 512x7168" "256 8 7168x256")
+  local case experts top_k shape warm
   for warm in 1 0; do
     for case in "${cases[@]}"; do
       read -r experts top_k shape <<<"$case"
-      local command=("$HALFBYTE_CLI" bench qgemm --quick --experts "$experts" --top-k "$top_k" --shape "$shape" --format nf4
-        --json "$out/experts_${experts}_$shape.json" --force)
+      local command=("$HALFBYTE_CLI" bench qgemm --quick --dtype bf16 --experts "$experts" --top-k "$top_k" --shape "$shape" --force "$@"
+        --json "$out/${FUNCNAME[1]#section_}_${experts}_$shape.json")
       if ((warm)); then "${command[@]}" >/dev/null & else "${command[@]}" || return 1; fi
     done
     wait
   done
+}
+section_experts() {
+  bench_experts --format nf4 || return 1
   # What makes rows of y of several sums.
   local rest=(--format nf4 --dtype bf16 --experts 128 --top-k 8 --direction forward --quick --force)
   "$HALFBYTE_CLI" bench qgemm "${rest[@]}" --shape 1536x2048 --y swiglu --json "$out/experts_swiglu.json" || return 1
   "$HALFBYTE_CLI" bench qgemm "${rest[@]}" --shape 2048x768 --y sum --json "$out/experts_sum.json" || return 1
+  # q, k and v, a launch for each or one.
+  "$HALFBYTE_CLI" bench qgemm --quick --format nf4,int4 --dtype bf16 --direction forward --shape 4096x4096,12288x4096 --m 1 --force \
+    --json "$out/experts_qkv.json" || return 1
   python3 bench/peer_grouped.py | tee "$out/peer_grouped.json"
 }
+section_experts_int4() { bench_experts --format int4; }
+section_experts_skewed() { bench_experts --format nf4 --skew 1; }
 
 # ---- Their order, time limits and logs
 
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
 declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
-  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=240 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150 [model]=240 [parallel]=360)
+  [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=300 [experts_int4]=300 [experts_skewed]=300 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150 [model]=240 [parallel]=360)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
-  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench [model]=bench [parallel]=bench)
+  [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [experts_int4]=qgemm [experts_skewed]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench [model]=bench [parallel]=bench)
 sections=()
 allowed=570
 for name in "${chosen[@]}"; do
@@ -256,7 +265,7 @@ say "Device"
 "$HALFBYTE_CLI" doctor
 rm -f "$out"/{tests,packs,sanitize,memcheck,initcheck,racecheck,interop,bench,qgemm,python}.log "$out"/{peer,latency_compiled,latency_loaded,bench,qgemm,cliffs,layers}.json "$out"/summary.txt
 table=() failed=0
-export -f run_tests use_package $(compgen -A function section_)
+export -f run_tests use_package bench_experts $(compgen -A function section_)
 export tests from out work
 for section in "${sections[@]}"; do
   say "$section"
@@ -274,14 +283,14 @@ for section in "${sections[@]}"; do
     *) result="FAIL ($code)" && failed=1 ;;
   esac
   { echo "==== $section: $result" && cat "$log"; } >>"$out/${logs[$section]}.log"
-  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|experts|layers|parallel)$ ]]; then
+  if [[ $section =~ ^(bench|latency|peer|qgemm|cliffs|experts.*|layers|parallel)$ ]]; then
     cat "$log"
   elif ((code == 0)); then
     tail -n 6 "$log" | cut -c1-300
   else
     { head -n 40 "$log" && echo ... && tail -n 15 "$log"; } | cut -c1-300
   fi
-  table+=("$(printf '%-12s %-10s %4d s' "$section" "$result" $((SECONDS - start)))")
+  table+=("$(printf '%-14s %-10s %4d s' "$section" "$result" $((SECONDS - start)))")
 done
 
 say "Summary"
