@@ -262,34 +262,47 @@ HWY_NOINLINE void add_dots(const Codes& codes, int64_t num_units, const Unit* un
 }
 
 // Adds the products of decoded rows of the weight, kRow floats from each other, R at a time with M rows of x
-// to sums[row][m] of vectors.
+// to sums[row][m] of vectors. Where these are few, each has parts, so as not to wait for itself.
 template <int R, int M, int kRow>
 HWY_NOINLINE void add_decoded_dots(int64_t num_rows, int64_t num_units, const float* HWY_RESTRICT w,
                                    const float* HWY_RESTRICT x, float* HWY_RESTRICT to) {
+  constexpr int kParts = R * M * 4 <= kSums ? 4 : R * M * 2 <= kSums ? 2 : 1;
   for (int64_t row = 0; row < num_rows; row += R, w += R * kRow, to += R * M * kLanes) {
-    Floats sums[R][M];
+    Floats sums[kParts][R][M];
     HWY_UNROLL(8)
     for (int r = 0; r < R; ++r) {
       HWY_UNROLL(8)
-      for (int m = 0; m < M; ++m) sums[r][m] = hn::LoadU(Tag(), to + (r * M + m) * kLanes);
+      for (int m = 0; m < M; ++m) {
+        sums[0][r][m] = hn::LoadU(Tag(), to + (r * M + m) * kLanes);
+        HWY_UNROLL(3)
+        for (int p = 1; p < kParts; ++p) sums[p][r][m] = hn::Zero(Tag());
+      }
     }
     for (int64_t unit = 0; unit < num_units; ++unit)
-      for (int64_t col = 0; col < kCols; col += kLanes) {
-        Floats weights[R];
-        HWY_UNROLL(8)
-        for (int r = 0; r < R; ++r)
-          weights[r] = in_register(hn::LoadU(Tag(), w + r * kRow + unit * kCols + col));
-        HWY_UNROLL(8)
-        for (int m = 0; m < M; ++m) {
-          const Floats factor = in_register(hn::LoadU(Tag(), x + (unit * M + m) * kCols + col));
+      for (int64_t first = 0; first < kCols; first += kParts * kLanes) {
+        HWY_UNROLL(4)
+        for (int p = 0; p < kParts; ++p) {
+          const int64_t col = first + p * kLanes;
+          Floats weights[R];
           HWY_UNROLL(8)
-          for (int r = 0; r < R; ++r) sums[r][m] = hn::MulAdd(weights[r], factor, sums[r][m]);
+          for (int r = 0; r < R; ++r)
+            weights[r] = in_register(hn::LoadU(Tag(), w + r * kRow + unit * kCols + col));
+          HWY_UNROLL(8)
+          for (int m = 0; m < M; ++m) {
+            const Floats factor = in_register(hn::LoadU(Tag(), x + (unit * M + m) * kCols + col));
+            HWY_UNROLL(8)
+            for (int r = 0; r < R; ++r) sums[p][r][m] = hn::MulAdd(weights[r], factor, sums[p][r][m]);
+          }
         }
       }
     HWY_UNROLL(8)
     for (int r = 0; r < R; ++r) {
       HWY_UNROLL(8)
-      for (int m = 0; m < M; ++m) hn::StoreU(sums[r][m], Tag(), to + (r * M + m) * kLanes);
+      for (int m = 0; m < M; ++m) {
+        HWY_UNROLL(3)
+        for (int p = 1; p < kParts; ++p) sums[0][r][m] = hn::Add(sums[0][r][m], sums[p][r][m]);
+        hn::StoreU(sums[0][r][m], Tag(), to + (r * M + m) * kLanes);
+      }
     }
   }
 }
