@@ -214,8 +214,7 @@ section_qgemm() {
   "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json" --force
 }
 section_cliffs() { "$HALFBYTE_CLI" bench qgemm --cliffs --json "$out/cliffs.json" --force; }
-# Each case in a process that compiles first, all at once, then in one that measures.
-# bench_experts OPTION...: each case, one after the other; before, all at once, which compiles the kernels.
+# bench_experts OPTION...: each case in a process that compiles first, all at once, then in one that measures.
 bench_experts() {
   local cases=("128 8 1536x2048" "128 8 2048x768" "128 8 4096x2688" "128 8 2688x2048" "8 2 28672x4096" "8 2 4096x14336" "256 8 512x7168" "256 8 7168x256")
   local case experts top_k shape warm

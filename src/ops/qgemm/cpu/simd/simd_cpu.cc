@@ -51,6 +51,7 @@ constexpr int kFewRows = 4;
 constexpr int kDotRows = kSums / 2;
 // and of the last vector of rows of x, so many are left to those.
 constexpr int64_t kMostRest = std::min(kDotRows, kLanes / 2);
+constexpr int64_t kDotUnits = 8;  // of a dot product at a time: their x stays in the cache
 
 // ---- 1. Kernels: sums in registers
 
@@ -457,15 +458,14 @@ class Product {
                      : rows == 2 ? add_dots<2, Codes>
                      : rows == 3 ? add_dots<3, Codes>
                                  : add_dots<kFewRows, Codes>;
-    constexpr int64_t kMostBlock = 8;                                         // whose x stays in the cache
-    const int64_t ahead = kMostBlock * problem_.weight.strip_bytes / units_;  // the next block
+    const int64_t ahead = kDotUnits * problem_.weight.strip_bytes / units_;  // the next block
     make_panels(
         {0, rows}, [](int64_t left) { return left; }, true);
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
       alignas(64) float sums[kRows * kFewRows * kLanes] = {};  // [row of the weight][row of x]
-      Unit block[kMostBlock];
-      for (int64_t unit = 0; unit < units_; unit += kMostBlock) {
-        const int64_t units = std::min(kMostBlock, units_ - unit);
+      Unit block[kDotUnits];
+      for (int64_t unit = 0; unit < units_; unit += kDotUnits) {
+        const int64_t units = std::min(kDotUnits, units_ - unit);
         for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
         add(codes, units, block, x_ + unit * rows * kCols, rows * kCols, ahead, sums);
       }
@@ -493,24 +493,23 @@ class Product {
 
   template <class Codes>
   void forward_dots(const Codes& codes) {
-    constexpr int64_t kUnits = 8;
     const Rows x{0, problem_.m};
-    const int64_t ahead = kUnits * problem_.weight.strip_bytes / units_;  // the next block
+    const int64_t ahead = kDotUnits * problem_.weight.strip_bytes / units_;  // the next block
     make_panels(x, dot_rows, true);
     parallel_for(strips_, 1, problem_.num_threads, [&](int64_t strip, int64_t, int) {
-      alignas(64) float w[2 * kUnits * kCols];
+      alignas(64) float w[2 * kDotUnits * kCols];
       alignas(64) float sums[2 * kDotRows * kRows * kLanes] = {};
-      Unit block[kUnits];
-      for (int64_t unit = 0; unit < units_; unit += kUnits) {
-        const int64_t units = std::min(kUnits, units_ - unit);
+      Unit block[kDotUnits];
+      for (int64_t unit = 0; unit < units_; unit += kDotUnits) {
+        const int64_t units = std::min(kDotUnits, units_ - unit);
         for (int64_t u = 0; u < units; ++u) find(strip, unit + u, block[u]);
         for (int a = 0; a < kRows / 2; ++a) {
-          decode_rows(codes, units, block, a, ahead, w, kUnits * kCols);
+          decode_rows(codes, units, block, a, ahead, w, kDotUnits * kCols);
           for (int64_t m = 0, width; m < problem_.m; m += width) {
             width = dot_rows(problem_.m - m);
             of_width(width, [&]<int M>() {
-              add_decoded_dots<2, M, kUnits * kCols>(2, units, w, x_panel(m) + unit * kCols * width,
-                                                     sums + (m * kRows + 2 * a * width) * kLanes);
+              add_decoded_dots<2, M, kDotUnits * kCols>(2, units, w, x_panel(m) + unit * kCols * width,
+                                                        sums + (m * kRows + 2 * a * width) * kLanes);
             });
           }
         }
@@ -549,8 +548,7 @@ class Product {
   // What a task makes: outputs of some strips and rows of x.
   struct RowTask {
     int64_t strip, rows;  // the first; of the weight
-    int64_t batch, end;   // rows of x by outer products
-    Rows rest;            // and by dot products
+    int64_t batch, end;   // rows of x
   };
   // Rows of x of a panel, of those that are left.
   static int64_t panel_rows(int64_t left) { return left > kLanes ? 2 * kLanes : kLanes; }
@@ -558,9 +556,8 @@ class Product {
   template <class Codes>
   void forward_many(const Codes& codes) {
     const int64_t left = problem_.m % kLanes, outer = problem_.m - (left <= kMostRest ? left : 0);
-    const Rows rest{outer, problem_.m};
     make_panels({0, outer}, panel_rows, false);
-    make_panels(rest, dot_rows, true);
+    make_panels({outer, problem_.m}, dot_rows, true);
     const int64_t batches = (outer + kBatch - 1) / kBatch;
     const int64_t block_strips = std::clamp<int64_t>(strips_ * batches / tasks_wanted(), 1, kMostStrips);
     const int64_t blocks = (strips_ + block_strips - 1) / block_strips;
@@ -570,9 +567,10 @@ class Product {
       alignas(64) float dots[kMostStrips * kRows * kMostRest * kLanes];
       const int64_t strip = i / batches * block_strips, batch = i % batches * kBatch;
       const int64_t end = std::min(outer, batch + kBatch);
-      const RowTask task{strip, std::min(block_strips, strips_ - strip) * kRows, batch, end,
-                         end == outer ? rest : Rows{}};
-      std::fill_n(dots, task.rows * dot_rows(task.rest.end - task.rest.first) * kLanes, 0.0f);
+      const RowTask task{strip, std::min(block_strips, strips_ - strip) * kRows, batch, end};
+      const Rows rest{end, end == outer ? problem_.m : end};  // the last batch has it
+      const int64_t width = dot_rows(rest.end - rest.first);
+      std::fill_n(dots, task.rows * width * kLanes, 0.0f);
       for (int64_t unit = 0; unit < units_; unit += kBlockUnits) {
         const int64_t units = std::min(kBlockUnits, units_ - unit);
         for (int64_t row = 0; row < task.rows; row += kRows)
@@ -580,15 +578,15 @@ class Product {
             decode(codes, strip + row / kRows, unit + u, kAhead, w + row * kBlockCols + u * kCols,
                    kBlockCols);
         add_block(task, unit, units * kCols, w, sums);
-        if (const int64_t width = dot_rows(task.rest.end - task.rest.first); width > 0)
+        if (width > 0)
           of_width(width, [&]<int M>() {
             constexpr int R = M == 1 ? 8 : M == 2 ? kSums / 2 : M <= 4 ? kSums / 4 : kSums / 8;
             add_decoded_dots<R, M, kBlockCols>(task.rows, units, w,
-                                               x_panel(task.rest.first) + unit * kCols * width, dots);
+                                               x_panel(rest.first) + unit * kCols * width, dots);
           });
       }
       store_rows(task, sums);
-      store_dots_of(task.rest, strip, task.rows, dots);
+      store_dots_of(rest, strip, task.rows, dots);
     });
   }
   // sums[row of the weight][row of x], by lines of the cache: a column of them has more lines than the first
