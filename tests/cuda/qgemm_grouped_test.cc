@@ -283,6 +283,18 @@ TEST_F(QgemmGroupedDevice, FewRowsOfManyTiles) {
       }
 }
 
+// Two rows of x, of weights of so many rows that a tile is as large as can be: the ring has few stages, and
+// the tile more of them. Rows of x are gathered.
+TEST_F(QgemmGroupedDevice, TwoRowsOfLargeTiles) {
+  for (const Format format : {Format::nf4, Format::int8})
+    for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices}) {
+      QgemmGroupedDescriptor d{.num_experts = 2, .m = 2, .n = 16384, .k = 1800, .rows = rows};
+      d.spec.format = format;
+      d.dtype = DType::bf16;
+      check(d, 8, Routing::random);
+    }
+}
+
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
   for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices, ExpertRows::masked})
     for (int empty = 0; empty < 3; ++empty) {

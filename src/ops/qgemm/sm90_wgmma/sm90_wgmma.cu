@@ -325,9 +325,9 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
 }
 
 // Rows of x that lie anywhere, by a warp. Some stages are under way: a stage is full when those behind it
-// were asked for.
+// were asked for. These have room besides two that are kept: who multiplies one waits for the next.
 __device__ __forceinline__ void gather_x(const Args& args, const Block& block) {
-  constexpr int kUnderWay = min(3, kStages - 1);
+  constexpr int kUnderWay = min(3, kStages - 2);
   const auto* const x = static_cast<const Memory*>(args.rows_of_x);
   RingPlace<kStages> place{0, 1}, asked_for;
   int under_way = 0;
