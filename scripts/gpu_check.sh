@@ -7,7 +7,7 @@
 #       runs the sections named, or a half of them, or all, with the programs in DIR (HALFBYTE_BUILD, else
 #       build/gpu), goes on after a failure, ends with a table; exit code 1 if a section failed. Each half ends within ten
 #       minutes. Logs and JSON go to --out (build/gpu_check). Python packages that the machine lacks (bitsandbytes,
-#       compressed-tensors) are taken from .whl, where `pip install --target .whl` can put them.
+#       compressed-tensors) are taken from .whl, where `pip install --target .whl` can put them. Kernels are kept in HALFBYTE_CACHE_DIR, if it is set.
 # The first half: tests1 exhaustive sanitize engine interop. The second: tests2 peer latency bench qgemm. tests1 and tests2 share
 # the tests. Only where they are named: tests, all at once; qgemm_tests, those about products with quantized weights; python,
 # the tests of the Python package, those of halfbyte.torch too; devices, which fails calls of the driver; layers, which times its linear layers beside dense ones and those of
@@ -63,7 +63,7 @@ tests=$from/bin/halfbyte_cuda_tests
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export HALFBYTE_CLI=$from/bin/halfbyte HALFBYTE_LLAMA=$from/bin/llama HALFBYTE_CACHE_DIR=$work/cache HALFBYTE_REQUIRE_CUDA=1
+export HALFBYTE_CLI=$from/bin/halfbyte HALFBYTE_LLAMA=$from/bin/llama HALFBYTE_CACHE_DIR=${HALFBYTE_CACHE_DIR:-$work/cache} HALFBYTE_REQUIRE_CUDA=1
 export PYTHONPATH=$PWD/.whl${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 export PATH=$PATH:/usr/local/cuda/bin
 
@@ -214,19 +214,14 @@ section_qgemm() {
   "$HALFBYTE_CLI" bench qgemm --dtype bf16 --format nf4,int4 --m 1,2,4,8,16,32,64 --json "$out/qgemm.json" --force
 }
 section_cliffs() { "$HALFBYTE_CLI" bench qgemm --cliffs --json "$out/cliffs.json" --force; }
-# bench_experts OPTION...: each case in a process that compiles first, all at once, then in one that measures.
+# bench_experts OPTION...: each case, one after the other.
 bench_experts() {
-  local cases=("128 8 1536x2048" "128 8 2048x768" "128 8 4096x2688" "128 8 2688x2048" "8 2 28672x4096" "8 2 4096x14336" "256 8 512x7168" "256 8 7168x256")
-  local case experts top_k shape warm
-  for warm in 1 0; do
-    for case in "${cases[@]}"; do
-      read -r experts top_k shape <<<"$case"
-      local command=("$HALFBYTE_CLI" bench qgemm --quick --dtype bf16 --experts "$experts" --top-k "$top_k" --shape "$shape" --force "$@"
-        --json "$out/${FUNCNAME[1]#section_}_${experts}_$shape.json")
-      if ((warm)); then "${command[@]}" >/dev/null & else "${command[@]}" || return 1; fi
-    done
-    wait
-  done
+  local experts top_k shape
+  while read -r experts top_k shape; do
+    "$HALFBYTE_CLI" bench qgemm --quick --dtype bf16 --experts "$experts" --top-k "$top_k" --shape "$shape" --force "$@" \
+      --json "$out/${FUNCNAME[1]#section_}_${experts}_$shape.json" || return 1
+  done <<<"$(printf '%s\n' "128 8 1536x2048" "128 8 2048x768" "128 8 4096x2688" "128 8 2688x2048" "8 2 28672x4096" "8 2 4096x14336" \
+    "256 8 512x7168" "256 8 7168x256")"
 }
 section_experts() {
   bench_experts --format nf4 || return 1
