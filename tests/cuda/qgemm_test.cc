@@ -643,7 +643,14 @@ TEST_P(QgemmCudaShapes, Graphs) {
   }
 }
 
-// f32 on tensor cores: on random data the error is at most 4 times that of sums in f32, term by term.
+// The variants that multiply f32 on tensor cores.
+std::vector<std::string> splitting_variants(const QgemmDescriptor& d) {
+  std::vector<std::string> names = variants_of(d);
+  std::erase_if(names,
+                [](const std::string& name) { return name != "qgemm_sm80" && name != "qgemm_sm90_split"; });
+  return names;
+}
+// On random data their error is at most 4 times that of sums in f32, term by term.
 TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
   const auto error_of = [](const std::vector<double>& expected, const auto& value) {
     double sum = 0;
@@ -656,11 +663,10 @@ TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
       spec.format = format;
       spec.scale_dtype = DType::f16;
       QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
-      d.m = 40;
+      d.m = sums == 256 ? 16 : 40;
       d.n = d.transposed ? sums : 96;
       d.k = d.transposed ? 128 : sums;
-      d.variant = "qgemm_sm80";
-      const QgemmCase test(d, static_cast<uint64_t>(sums));
+      QgemmCase test(d, static_cast<uint64_t>(sums));
       SCOPED_TRACE(testing::describe(d));
       const QgemmReference expected = qgemm_ref(test.problem, test.tensors(), WeightRounding::none);
       std::vector<float> term_by_term;
@@ -676,14 +682,18 @@ TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
           }
           term_by_term.push_back(sum);
         }
-      const std::vector<uint8_t> y = run(test, QgemmPlan::select(kCuda, d), false);
-      const double ours = error_of(expected.y, [&](size_t i) {
-        return load_element<double>(y.data(), static_cast<int64_t>(i), DType::f32);
-      });
       const double theirs =
           error_of(expected.y, [&](size_t i) { return static_cast<double>(term_by_term[i]); });
-      EXPECT_LE(ours, 4 * theirs);
-      RecordProperty(fmt::format("{}_{}", info(format).name, sums), fmt::format("{:.3}", ours / theirs));
+      for (const std::string& variant : splitting_variants(d)) {
+        test.descriptor.variant = variant;
+        const std::vector<uint8_t> y = run(test, QgemmPlan::select(kCuda, test.descriptor), false);
+        const double ours = error_of(expected.y, [&](size_t i) {
+          return load_element<double>(y.data(), static_cast<int64_t>(i), DType::f32);
+        });
+        EXPECT_LE(ours, 4 * theirs) << variant;
+        RecordProperty(fmt::format("{}_{}_{}", variant, info(format).name, sums),
+                       fmt::format("{:.3}", ours / theirs));
+      }
     }
 }
 // What has no parts, infinity and NaN; large and small values.
@@ -694,25 +704,27 @@ TEST_P(QgemmCudaShapes, SplitF32KeepsWhatIsNotFinite) {
     QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
     d.m = 4;
     d.n = d.k = 64;
-    d.variant = "qgemm_sm80";
     QgemmCase test(d, 3);
     const float values[] = {INFINITY, NAN, 0x1.fp120f, 0x1p-100f};
     for (int64_t i = 0; i < 4; ++i)
       for (int64_t l = 0; l < 64; ++l)
         store_element(test.x.bytes.data(), i * 64 + l, l == 5 ? values[i] : 0.0f, DType::f32);
-    const std::vector<uint8_t> y = run(test, QgemmPlan::select(kCuda, d), false);
-    for (int64_t j = 0; j < 64; ++j) {
-      const auto weight = d.transposed
-                              ? reference_weight(test.problem, test.tensors(), 5, j, WeightRounding::none)
-                              : reference_weight(test.problem, test.tensors(), j, 5, WeightRounding::none);
-      for (int64_t i = 0; i < 4; ++i) {
-        const double expected = static_cast<double>(values[i]) * weight.value,
-                     actual = load_element<double>(y.data(), i * 64 + j, DType::f32);
-        const bool same = std::isnan(expected) ? std::isnan(actual)
-                          : std::isinf(expected)
-                              ? actual == expected
-                              : std::fabs(actual - expected) <= std::fabs(expected) * 0x1p-21;
-        EXPECT_TRUE(same) << values[i] << " * " << weight.value << ": " << actual;
+    for (const std::string& variant : splitting_variants(d)) {
+      test.descriptor.variant = variant;
+      const std::vector<uint8_t> y = run(test, QgemmPlan::select(kCuda, test.descriptor), false);
+      for (int64_t j = 0; j < 64; ++j) {
+        const auto weight = d.transposed
+                                ? reference_weight(test.problem, test.tensors(), 5, j, WeightRounding::none)
+                                : reference_weight(test.problem, test.tensors(), j, 5, WeightRounding::none);
+        for (int64_t i = 0; i < 4; ++i) {
+          const double expected = static_cast<double>(values[i]) * weight.value,
+                       actual = load_element<double>(y.data(), i * 64 + j, DType::f32);
+          const bool same = std::isnan(expected) ? std::isnan(actual)
+                            : std::isinf(expected)
+                                ? actual == expected
+                                : std::fabs(actual - expected) <= std::fabs(expected) * 0x1p-21;
+          EXPECT_TRUE(same) << variant << ": " << values[i] << " * " << weight.value << ": " << actual;
+        }
       }
     }
   }

@@ -13,6 +13,10 @@ __device__ __forceinline__ i64 block_index() { return blockIdx.x + static_cast<i
 struct alignas(16) Words4 {
   u32 word[4];
 };
+// Two neighbours.
+struct alignas(8) FloatPair {
+  float first, second;
+};
 
 // 16 bytes, aligned, past the first-level cache.
 __device__ __forceinline__ Words4 load_once(const Words4* from) {

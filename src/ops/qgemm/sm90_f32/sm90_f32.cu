@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_words(float (&part)[2][kM], u64 words, 
 #pragma unroll
     for (int byte = 0; byte < 4; ++byte) {
       const int odd = byte & 1, at = 4 * w + (byte >> 1) * 2;
-      const float low = pairs[byte].low - zero[odd], high = pairs[byte].high - zero[odd];
+      const float low = pairs[byte].first - zero[odd], high = pairs[byte].second - zero[odd];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         part[odd][m] = __fmaf_rn(x[m].value[at], low, part[odd][m]);

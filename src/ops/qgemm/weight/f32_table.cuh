@@ -8,10 +8,6 @@ namespace halfbyte::device {
 
 #if HALFBYTE_DEVICE_ARCH >= 900
 
-struct FloatPair {
-  float low, high;
-};
-
 // Where dynamic shared memory begins, in which the table comes first: a constant, so that it goes into the
 // load.
 inline constexpr u32 kFloatTableAddress = 1024;
@@ -36,7 +32,15 @@ __device__ __forceinline__ FloatPair look_up_floats(u32 word, u32 lane_bytes) {
   asm volatile("prmt.b32 %0, %1, %2, %3;"
                : "=r"(address)
                : "r"(word), "r"(lane_bytes), "n"(0x7604 | kByte << 4));
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2+1024];" : "=f"(pair.low), "=f"(pair.high) : "r"(address));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2+1024];" : "=f"(pair.first), "=f"(pair.second) : "r"(address));
+  return pair;
+}
+// The same of a byte that the lane chooses: pair_selector(byte) of weight/table.cuh.
+__device__ __forceinline__ FloatPair look_up_floats(u32 word, u32 lane_bytes, u32 selector) {
+  u32 address;
+  FloatPair pair;
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(address) : "r"(word), "r"(lane_bytes), "r"(selector));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2+1024];" : "=f"(pair.first), "=f"(pair.second) : "r"(address));
   return pair;
 }
 

@@ -12,10 +12,6 @@ using Memory = Element::Memory;
 
 // ---- In f32
 
-// Two neighbours in a row.
-struct alignas(8) FloatPair {
-  float first, second;
-};
 __device__ __forceinline__ FloatPair load_neighbours(F32, const float* x) {
   return *reinterpret_cast<const FloatPair*>(x);
 }

@@ -34,6 +34,21 @@ __device__ __forceinline__ Parts<3> split_pair(const FloatPair& pair) {
   return parts;
 }
 
+// The same of finite numbers below 2^128 - 2^119, by half as many instructions: the first part is rounded,
+// half away from zero, and of what is left the next one is cut off.
+__device__ __forceinline__ Parts<3> cut_pair(FloatPair left) {
+  Parts<3> parts;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const u32 half = i == 0 ? 0x8000 : 0;
+    const u32 first = bit_cast<u32>(left.first) + half, second = bit_cast<u32>(left.second) + half;
+    parts.part[i] = __byte_perm(first, second, 0x7632);
+    left.first -= bit_cast<float>(first & 0xFFFF0000u);
+    left.second -= bit_cast<float>(second & 0xFFFF0000u);
+  }
+  return parts;
+}
+
 // d += a * b. Small products first. Those that are left out are below 2^-23 of the whole.
 template <int n>
 __device__ __forceinline__ void multiply_parts(float (&d)[4], const Parts<n> (&a)[4],
