@@ -231,8 +231,9 @@ void shapes() {
   };
   const QuantSpec spec{.format = Format::int4, .asymmetric = true, .group_size = 32};
   std::vector<Product> products;
-  for (int64_t k = 16384; k > 0; k -= 512) {
-    const QgemmDescriptor d{.spec = spec, .m = 2, .n = 512, .k = k, .dtype = DType::f32};
+  for (int64_t k = 8192; k > 0; k -= 256) {
+    QgemmDescriptor d{.spec = spec, .m = 2, .n = 512, .k = k, .dtype = DType::f32};
+    d.variant = "qgemm_sm90_f32";
     const QgemmPlan plan = QgemmPlan::select(kDevice, d);
     products.push_back({Tensor(kDevice, DType::f32, {d.m, k}), Tensor(kDevice, DType::f32, {d.m, d.n}),
                         PackedTensor(spec, d.n, k, kDevice), plan, Memory(kDevice, plan.workspace_size())});
