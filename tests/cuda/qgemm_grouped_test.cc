@@ -283,11 +283,11 @@ TEST_F(QgemmGroupedDevice, FewRowsOfManyTiles) {
       }
 }
 
-// Two rows of x, gathered, of weights of so many rows that tiles are large: the ring has few stages, fewer
-// than a tile has.
-TEST_F(QgemmGroupedDevice, TwoRowsOfLargeTiles) {
+// Few rows of x, gathered, of weights of so many rows that a tile has 256 of them: the ring has four stages
+// or two, and the sums of a tile five.
+TEST_F(QgemmGroupedDevice, FewRowsOfLargeTiles) {
   for (const Format format : {Format::nf4, Format::int8}) {
-    QgemmGroupedDescriptor d{.num_experts = 2, .m = 2, .n = 12288, .k = 1320};
+    QgemmGroupedDescriptor d{.num_experts = 8, .m = 4, .n = 7168, .k = 1032};
     d.spec.format = format;
     d.rows = format == Format::nf4 ? ExpertRows::offsets : ExpertRows::indices;
     d.dtype = DType::bf16;
