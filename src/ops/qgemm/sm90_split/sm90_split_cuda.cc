@@ -133,14 +133,16 @@ class QgemmSm90Split : public QgemmOneKernel<QgemmSm90SplitArgs> {
   // bench qgemm --dtype f32 --m 16,32,64,128,256` times what they choose.
   int64_t parts_of(int64_t tiles) const {
     constexpr double kBlock = 5, kSum = 3, kBytes = 3e6;
+    constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the workspace, for parts
     const double stage = (weight_parts(problem_) == 1 ? 0.45 : 0.9) * std::max(tiling_.tokens, 32) / 32;
     int64_t best = 1;
     double least = std::numeric_limits<double>::max();
     for (int64_t parts = 1; parts <= std::clamp<int64_t>(args_.stages / 4, 1, 32); ++parts) {
       const auto rounds = static_cast<double>(ceil_div(tiles * parts, context_.num_multiprocessors));
       double time = rounds * (static_cast<double>(ceil_div(args_.stages, parts)) * stage + kBlock);
-      if (parts > 1)
-        time += kSum + static_cast<double>(8 * parts * problem_.m * args_.partial_stride) / kBytes;
+      const int64_t bytes = 4 * parts * problem_.m * args_.partial_stride;
+      if (parts > 1 && bytes > kMostBytes) break;
+      if (parts > 1) time += kSum + static_cast<double>(2 * bytes) / kBytes;
       if (time >= least) continue;
       best = parts;
       least = time;
