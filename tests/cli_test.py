@@ -373,6 +373,19 @@ def test_bench_explains_on_the_cpu():
     assert len(re.findall(r"^  qgemm_\w+ +is chosen$", text, re.M)) == 2
 
 
+def test_f32_with_scales_that_no_layout_stores_with_it(with_stubs):
+    """No kernel of a pack is for these, but for those that take everything."""
+    cuda = {**with_stubs[1], "HALFBYTE_NVRTC": with_stubs[0]["HALFBYTE_NVRTC"]}
+    case = ["bench", "qgemm", "--explain", "--shape", "96x128", "--format", "int4", "--dtype", "f32", "--m", "1,16,100"]
+    for scales, takes in [("f16", True), ("bf16", False)]:
+        for case_of in run_json(*case, "--scale-dtype", scales, env=cuda)["cases"]:
+            reasons = {choice["variant"]: choice["reason"] for choice in case_of["variants"]}
+            assert reasons["qgemm_simt"] == ""
+            for variant in ["qgemm_sm80", "qgemm_sm90_split"]:
+                assert (reasons[variant] == "") is takes
+                assert takes or reasons[variant].startswith("x and the weight must go together as in a layout")
+
+
 def test_bench_explains_views(with_stubs):
     """On a CUDA device they are packed above 8 rows of x; on the CPU, always."""
     cuda = {**with_stubs[1], "HALFBYTE_NVRTC": with_stubs[0]["HALFBYTE_NVRTC"]}

@@ -21,11 +21,9 @@ std::string refuse(const QgemmProblem& p) {
   if (p.math != QgemmMath::automatic) return fmt::format("math must be auto, got {}", to_string(p.math));
   if (p.experts.num > 0) return "it is not for experts";
   if (!p.packed) return "the weight must be packed";
-  if (std::string reason = refuse_streams(p); !reason.empty()) return reason;
   if (p.double_quant) return "scales must not be quantized";
+  if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;
   if (p.tile != QgemmTile()) return "tile is for qgemm_simt";
-  if (!p.weight.inlined && p.weight.groups != 1)
-    return fmt::format("groups must be multiples of 16 columns, or rows, got {}", p.group);
   // 32 bits hold the rows of the parts of x, features and the numbers of tiles.
   constexpr int64_t kMost = int64_t{1} << 29;
   if (p.m > kMost || p.n > kMost || p.k > kMost || ceil_div(p.m, 16) * ceil_div(p.out_cols(), 256) > kMost)
