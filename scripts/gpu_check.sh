@@ -216,12 +216,13 @@ section_qgemm() {
 section_cliffs() { "$HALFBYTE_CLI" bench qgemm --cliffs --json "$out/cliffs.json" --force; }
 # bench_experts OPTION...: each case, one after the other.
 bench_experts() {
-  local experts top_k shape
-  while read -r experts top_k shape; do
+  local case experts top_k shape
+  for case in "128 8 1536x2048" "128 8 2048x768" "128 8 4096x2688" "128 8 2688x2048" "8 2 28672x4096" "8 2 4096x14336" \
+    "256 8 512x7168" "256 8 7168x256"; do
+    read -r experts top_k shape <<<"$case"
     "$HALFBYTE_CLI" bench qgemm --quick --dtype bf16 --experts "$experts" --top-k "$top_k" --shape "$shape" --force "$@" \
       --json "$out/${FUNCNAME[1]#section_}_${experts}_$shape.json" || return 1
-  done <<<"$(printf '%s\n' "128 8 1536x2048" "128 8 2048x768" "128 8 4096x2688" "128 8 2688x2048" "8 2 28672x4096" "8 2 4096x14336" \
-    "256 8 512x7168" "256 8 7168x256")"
+  done
 }
 section_experts() {
   bench_experts --format nf4 || return 1

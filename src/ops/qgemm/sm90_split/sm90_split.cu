@@ -137,7 +137,7 @@ __device__ __forceinline__ int feature_of(int warp, int g) {
 // Of each byte of codes of 4 bits the parts of both values: 32 copies, one a lane, of the first two in a row
 // of 256 bytes, and of the third, behind all of these, in one of 128.
 __device__ __forceinline__ void build_parts_table(const float (&values)[16], int thread) {
-  static_assert(512 % kMultipliers == 0);
+  static_assert(kMultipliers == 512);
   const int entry = thread / 2, half = thread % 2;  // of the copies
   const Parts<3> parts = split_pair({values[entry & 15], values[entry >> 4]});
   const u32 first = kFloatTableAddress + static_cast<u32>(entry * 256 + half * 128),
