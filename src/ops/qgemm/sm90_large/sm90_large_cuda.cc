@@ -241,9 +241,7 @@ double clocks_of(const Division& d, const QgemmProblem& p, double stage_clocks, 
 // Rows of a tile of experts' rows, at most: with more, ptxas spills registers.
 int most_expert_tokens(const QgemmProblem& p, bool swiglu) {
   const int64_t group = inlined_group(p);
-  const bool crowded =
-      p.transposed || p.weight.has_zeros || p.weight.has_biases || group == 16 || (swiglu && group == 32);
-  return crowded ? 256 : 288;
+  return swiglu && (group == 16 || group == 32) ? 256 : 288;
 }
 // Whether experts have a kernel with such tiles. Of wide ones with a scale a row ptxas spills registers, too.
 bool has_experts_kernel(const QgemmProblem& p, const QgemmSm90LargeTiling& t) {
