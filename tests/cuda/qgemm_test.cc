@@ -696,6 +696,32 @@ TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
       }
     }
 }
+// Groups and rows whose scales go into x, transposed; stages, tiles and rows of x that are not whole.
+TEST_P(QgemmCudaShapes, SplitF32InGroupsOfAllWidths) {
+  struct Weight {
+    Format format;
+    bool asymmetric;
+  };
+  uint64_t turn = 0;
+  for (const auto [format, asymmetric] : {Weight{Format::int4, false},
+                                          {Format::int4, true},
+                                          {Format::int8, false},
+                                          {Format::int8, true},
+                                          {Format::fp8, false}})
+    for (const int64_t group : {64, 128, 0})
+      for (const int64_t m : {1, 16, 29, 64, 65}) {
+        QuantSpec spec = grouped(nf4(), group == 0 ? 64 : group);
+        spec.format = format;
+        spec.asymmetric = asymmetric;
+        if (group == 0) spec.granularity = Granularity::channel;
+        QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
+        d.m = m;
+        d.n = turn % 3 == 0 ? 200 : 261;
+        d.k = turn % 4 == 0 ? 520 : 1154;
+        d.accumulate = turn % 5 == 0;
+        check_variants(d, ++turn);
+      }
+}
 // What has no parts, infinity and NaN; large and small values.
 TEST_P(QgemmCudaShapes, SplitF32KeepsWhatIsNotFinite) {
   for (const Format format : {Format::nf4, Format::int4}) {

@@ -1,15 +1,16 @@
 // f32: y = x . W^T, or x . W, of a packed weight, on tensor cores: sm_90a. x is split into three parts of
 // bf16, which have all its bits. Forward, what a code stands for is one part, where bf16 holds it, or is
-// split, too, and the scale of a group is applied to its sums. Transposed, and of affine formats, the scaled
-// weight is split: then one that is not finite makes NaN. Of one part, three products make one of f32, of
-// three six; what is left out is below 2^-23 of the whole.
+// split, too, and the scale of a group is applied to its sums. Transposed, it is applied to x before x is
+// split, for the columns of each group anew, if codes are one part and groups have 64 columns or more. Else,
+// and of affine formats, the scaled weight is split: then one that is not finite makes NaN. Of one part,
+// three products make one of f32, of three six; what is left out is below 2^-23 of the whole.
 //
 // The weight is operand A, from registers: features are its rows, forward, or its columns. The parts of x are
 // operand B, in shared memory, whose columns are tokens. Tensor cores cut off the bits that a sum has no room
 // for. So few products are summed there, the small ones first, before sums are added up as f32.
 //
-// A warpgroup of its own keeps a ring of stages full. Four others have 64 features each: while one decodes,
-// the tensor cores multiply for others. Words and fragments: as qgemm_sm90_large has them.
+// A warpgroup of its own keeps a ring of stages full. Four others have 64 features each: while
+// one decodes, the tensor cores multiply for others. Words and fragments: as qgemm_sm90_large has them.
 #include "ops/qgemm/sm90_split/sm90_split_args.h"
 
 #include "ops/qgemm/weight/f32_table.cuh"
@@ -26,6 +27,7 @@ namespace halfbyte::device {
 
 using Args = QgemmSm90SplitArgs;
 constexpr int kTokens = kTiling.tokens, kStages = kTiling.stages;
+constexpr bool kScalesX = kTiling.scaled > 0;
 constexpr int kMultipliers = kSplitMultipliers, kCopiers = 2;  // kCopiers: warps
 constexpr int kScaleBytes = kParameterBytes, kSecondBytes = kAsymmetric ? 1 : kAffine ? kParameterBytes : 0;
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes);
@@ -33,6 +35,7 @@ constexpr int kGroups = kTiling.unit_groups();
 constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
 static_assert(kParts == 1 || kParts == kSplitXParts);
 static_assert(!kScalesSums || !(kTransposed || kAffine));
+static_assert(!kScalesX || (kTransposed && !kAffine && kParts == 1 && kGroups == 1));
 // Of a unit, 64 of what is summed: chunks that are summed on tensor cores, of so many matrix instructions for
 // a product of two parts. They have one scale, where sums are scaled, and no more than registers hold.
 constexpr int kFewestChunks = kParts == 1 ? 1 : kTokens == 64 && (kAffine || kScalesSums) ? 4 : 2;
@@ -40,8 +43,8 @@ constexpr int kChunks = max(kFewestChunks, kScalesSums ? kGroups : 1);
 constexpr int kSteps = 4 / kChunks;
 constexpr int kSums = kTokens / 2;  // of a thread
 // Whether warpgroups start their products one after the other, so that not all of them decode at once: with
-// fewer products it takes longer.
-constexpr bool kTakesTurns = kTokens == 64 || (kTokens == 32 && kParts == 1);
+// fewer products it takes longer, as where they wait for scaled x.
+constexpr bool kTakesTurns = !kScalesX && (kTokens == 64 || (kTokens == 32 && kParts == 1));
 // Few tokens: a matrix instruction has as its columns those of all parts of x that meet a part of the weight.
 constexpr bool kJoint = kTokens == 16;
 using Place = RingPlace<kStages>;
@@ -59,6 +62,7 @@ struct Tile {
     first_stage = part * args.part_stages;
     last_stage = min(first_stage + args.part_stages, args.stages);
   }
+  __device__ __forceinline__ int tokens(const Args& args) const { return min(kTokens, args.m - token); }
 };
 
 // ---- 1. The ring is filled: by one lane each.
@@ -110,14 +114,16 @@ __device__ __forceinline__ void copy_units(const Args& args, const Tile& tile, u
 __device__ __forceinline__ void copy_x(const Args& args, const Tile& tile, u8* shared, Barrier* full,
                                        Barrier* empty) {
   wait_for_earlier();
-  const int tokens = min(kTokens, args.m - tile.token);
+  const int tokens = tile.tokens(args);
   const TensorMap* const x = tokens < kTokens ? &args.last_x : &args.x;
+  constexpr int kBoxes = kScalesX ? 2 : kSplitXParts;
   each_stage(tile, empty, [&](int stage, int place) {
-    arrive_expecting(full + place, static_cast<u32>(kSplitXParts * tokens * kSplitStage * 2));
+    arrive_expecting(full + place, static_cast<u32>(kBoxes * tokens * 128));
 #pragma unroll
-    for (int part = 0; part < kSplitXParts; ++part)
-      load_tile(shared + kTiling.x_offset() + place * kTiling.x_bytes() + part * kTiling.part_bytes(), x,
-                part * args.m + tile.token, stage * kSplitStage, full + place);
+    for (int i = 0; i < kBoxes; ++i)
+      load_tile(shared + kTiling.x_offset() + place * kTiling.x_bytes() + i * kTiling.part_bytes(), x,
+                (kScalesX ? 0 : i * args.m) + tile.token,
+                kScalesX ? (2 * stage + i) * 64 : stage * kSplitStage, full + place);
   });
 }
 
@@ -127,6 +133,13 @@ __device__ __forceinline__ void copy_x(const Args& args, const Tile& tile, u8* s
 struct RowParameters {
   float scale[2], zero[2], bias[2];
 };
+
+// (word & mask) | bits, by one instruction: of two immediates the compiler makes two.
+__device__ __forceinline__ u32 select_bits(u32 word, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
+  return d;
+}
 
 // Of 64 features those of fragment rows g and, the next one, g + 8 of a warp.
 __device__ __forceinline__ int feature_of(int warp, int g) {
@@ -165,7 +178,7 @@ class Operand {
       codes_ = pair + code_place(2 * t, feature_of(warp, g), kBits).byte / 4 * 4;
       row_ = 2 * t;
       group_ = feature_of(warp, g) * kGroups / kUnitCols;
-      even_ = pair_selector(g / 2 % 2 * 2);
+      even_ = kScalesX ? g / 2 % 2 == 0 ? 0x4140u : 0x4342u : pair_selector(g / 2 % 2 * 2);
       odd_ = pair_selector(g / 2 % 2 * 2 + 1);
     } else {
       const int a = 8 * (warp % 2) + g;
@@ -183,8 +196,13 @@ class Operand {
       for (int q = 0; q < 2; ++q) {
         const u32 word = *reinterpret_cast<const u32*>(units + codes_ + kStep / 2 * kSlotBytes +
                                                        (kStep % 2 * 2 + q) * 256);
-        const RowParameters rows =
-            load_parameters(units + slot_ + kStep / 2 * kSlotBytes, group_, row_ + kStep % 2 * 16 + q * 8);
+        const u8* const slot = units + slot_ + kStep / 2 * kSlotBytes;
+        const int row = row_ + kStep % 2 * 16 + q * 8;
+        if constexpr (kScalesX) {
+          set_codes(a[0][2 * q], a[0][2 * q + 1], word, slot, row);
+          continue;
+        }
+        const RowParameters rows = load_parameters(slot, group_, row);
         FloatPair first, second;  // of rows 2a and 2a + 1, of either feature
         if constexpr (kBits == 4) {
           const FloatPair even = look_up_floats(word, table_lane_, even_),
@@ -221,15 +239,7 @@ class Operand {
   __device__ __forceinline__ RowParameters load_parameters(const u8* units, int group) const {
     return load_parameters(units + slot_, group, row_);
   }
-
- private:
-  // The values of two bytes of a word of codes.
-  template <int kFirst, int kSecond>
-  static __device__ __forceinline__ FloatPair values_of(u32 word) {
-    if constexpr (!kFloating) return {byte_value<kFirst>(word), byte_value<kSecond>(word)};
-    const u32 pair = byte_pair<kFirst, kSecond>(BF16(), word);  // exact
-    return {bit_cast<float>(pair << 16), bit_cast<float>(pair & 0xFFFF0000u)};
-  }
+  // Of a row of a unit and the next one.
   static __device__ __forceinline__ RowParameters load_parameters(const u8* slot, int group, int row) {
     RowParameters rows;
     const u8* const scales = slot + kUnitBytes;
@@ -242,6 +252,38 @@ class Operand {
     }
     if constexpr (kAffine) load_scales<kScaleBytes>(rows.bias, seconds + index * kScaleBytes, kBf16Scales);
     return rows;
+  }
+
+ private:
+  // The values of two bytes of a word of codes.
+  template <int kFirst, int kSecond>
+  static __device__ __forceinline__ FloatPair values_of(u32 word) {
+    if constexpr (!kFloating) return {byte_value<kFirst>(word), byte_value<kSecond>(word)};
+    const u32 pair = byte_pair<kFirst, kSecond>(BF16(), word);  // exact
+    return {bit_cast<float>(pair << 16), bit_cast<float>(pair & 0xFFFF0000u)};
+  }
+
+  // Of two rows, less their zero points: the codes of the first and of the second feature.
+  __device__ __forceinline__ void set_codes(u32& first, u32& second, u32 word, const u8* slot,
+                                            int row) const {
+    const u8* const zeros = slot + kUnitBytes + kUnitRows * kScaleBytes + row;
+    if constexpr (kBits == 4) {
+      // Both are added to 128, whose neighbours as bf16 are integers.
+      constexpr u32 kMask = 0x000F000Fu, kAbove = pair_above_codes(BF16());
+      u32 zero = kAbove + 0x00080008u;
+      if constexpr (kAsymmetric) zero = __byte_perm(*reinterpret_cast<const u16*>(zeros), 0x43, 0x4140);
+      const u32 codes = permute_bytes(word, 0, even_);
+      first = subtract_pair(BF16(), select_bits(codes, kMask, kAbove), zero);
+      second = subtract_pair(BF16(), select_bits(codes >> 4, kMask, kAbove), zero);
+    } else {
+      first = byte_pair<0, 2>(BF16(), word);
+      second = byte_pair<1, 3>(BF16(), word);
+      if constexpr (kAsymmetric) {
+        const u32 zero = store_pair(BF16(), zeros[0], zeros[1]);
+        first = subtract_pair(BF16(), first, zero);
+        second = subtract_pair(BF16(), second, zero);
+      }
+    }
   }
 
   // As dequantize has it.
@@ -290,12 +332,104 @@ class Operand {
   u32 table_lane_, even_ = 0, odd_ = 0;
 };
 
-// ---- 3. The products
+// ---- 3. Operand B, where x is scaled
+
+// Warpgroups whose features share scales: a set. It has the parts of one stage or, in turn, of two.
+constexpr int kSetWarpgroups = kMultipliers / 128 / max(kTiling.scaled, 1), kSetWarps = 4 * kSetWarpgroups;
+constexpr int kScaledStages = kTiling.scaled_stages();
+// Whether those of the next stage are written while the products of a stage are under way: with more tokens
+// registers would spill, and nothing is gained.
+constexpr bool kWritesAhead = kScaledStages == 2 && kTokens <= 32;
+
+// By all warps of a set. A lane has four columns of rows of x.
+class ScaledX {
+ public:
+  __device__ __forceinline__ ScaledX(u8* shared, int column, int warp, int lane)
+      : set_(column / kSetWarpgroups),
+        row_(2 * (column % kSetWarpgroups * 4 + warp) + lane / 16),
+        quad_(lane % 16),
+        parts_(shared + kTiling.parts_offset()) {
+    slot_ = (set_ * kSetWarpgroups * 2 + quad_ / 8) * kSlotBytes;
+    // See swizzle_128().
+    from_ = quad_ / 8 * kTiling.part_bytes() + row_ * 128 + (quad_ % 8 ^ row_ % 8) * 16;
+    to_ = row_ * 128 + (quad_ * 8 ^ row_ % 8 * 16);
+  }
+
+  // x of a stage, by the scales of its units. Rows behind its `tokens` hold anything, and are written, too.
+  __device__ __forceinline__ void write(const u8* x, const u8* units, int tokens) {
+    if constexpr (kScaledStages == 2) stage_ ^= 1;
+    if (kTokens < kRowsAtOnce && row_ >= kTokens) return;
+    const Scales scales(units + slot_, quad_ % 8 * 4);
+    const u8* const from = x + from_;
+    u8* const to = parts_ + place() + to_;
+    u32 nans = 0;  // where the first part of one is not finite
+#pragma unroll
+    for (int first = 0; first < kRows; first += kAtOnce) {
+      FourFloats values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) values[i] = scales.times(from + (first + i) * kStep);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const Parts<3> low = cut_pair(values[i].low), high = cut_pair(values[i].high);
+        store(to + (first + i) * kStep, low, high);
+        nans = fma_pair(BF16(), low.part[0], 0, nans);
+        nans = fma_pair(BF16(), high.part[0], 0, nans);
+      }
+    }
+    if ((nans & 0x7FFF7FFFu) != 0)
+#pragma unroll 1
+      for (int i = 0; i < kRows && row_ + i * kRowsAtOnce < tokens; ++i) {
+        const FourFloats values = scales.times(from + i * kStep);
+        store(to + i * kStep, split_pair(values.low), split_pair(values.high));
+      }
+    fence_proxy_async();
+  }
+  // What all of the set have written can be read, and what they have read can be written.
+  __device__ __forceinline__ void meet() const {
+    constexpr int kFirstBarrier = 5;  // behind those of Turns
+    sync_some(kFirstBarrier + set_, kSetWarps * 32);
+  }
+  // Where the parts lie that were written last, in bytes from those of all sets on.
+  __device__ __forceinline__ int place() const {
+    return (set_ * kScaledStages + stage_) * kTiling.parts_bytes();
+  }
+
+ private:
+  static constexpr int kRowsAtOnce = 2 * kSetWarps, kStep = kRowsAtOnce * 128;
+  static constexpr int kRows = max(kTokens / kRowsAtOnce, 1), kAtOnce = min(kRows, 2);  // of a lane
+
+  struct alignas(16) FourFloats {
+    FloatPair low, high;
+  };
+  struct Scales {
+    RowParameters low, high;
+
+    __device__ __forceinline__ Scales(const u8* slot, int row)
+        : low(Operand::load_parameters(slot, 0, row)), high(Operand::load_parameters(slot, 0, row + 2)) {}
+    __device__ __forceinline__ FourFloats times(const u8* x) const {
+      const FourFloats of = *reinterpret_cast<const FourFloats*>(x);
+      return {{__fmul_rn(of.low.first, low.scale[0]), __fmul_rn(of.low.second, low.scale[1])},
+              {__fmul_rn(of.high.first, high.scale[0]), __fmul_rn(of.high.second, high.scale[1])}};
+    }
+  };
+  static __device__ __forceinline__ void store(u8* to, const Parts<3>& low, const Parts<3>& high) {
+#pragma unroll
+    for (int part = 0; part < kSplitXParts; ++part)
+      *reinterpret_cast<u64*>(to + part * kTiling.part_bytes()) = low.part[part] | u64{high.part[part]} << 32;
+  }
+
+  int set_, stage_ = 0;  // of the parts
+  int row_, quad_;       // row_: the first
+  int slot_, from_, to_;
+  u8* parts_;
+};
+
+// ---- 4. The products
 
 using Fragments = u32[kSteps][kParts][4];
 
 // The sums of a chunk on the tensor cores. Sum i is of token i / 4 * 8 + 2t + i % 2, and of the second
-// feature where i & 2. `place`: of the stage. All of a warpgroup: start(), then wait().
+// feature where i & 2. `place`: where the parts of x lie, in bytes. All of a warpgroup: start(), then wait().
 class Products {
  public:
   template <int kChunk>
@@ -339,8 +473,7 @@ class Products {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       wgmma<Major::k>(BF16(), sums, a[step][kPart],
-                      x.at((place * kTiling.x_bytes() + x_part * kTiling.part_bytes()) / 16 +
-                           (kChunk * kSteps + step) * 2),
+                      x.at((place + x_part * kTiling.part_bytes()) / 16 + (kChunk * kSteps + step) * 2),
                       adds || step > 0);
   }
 
@@ -367,11 +500,12 @@ class Turns {
   int column_;
 };
 
-// Adds the products of a chunk of a stage, whose units are at `units`, to the sums.
-template <int kChunk>
+// Adds the products of a chunk of a stage, whose units are at `units`, to the sums. `wait_for_x`: once the
+// weight is decoded. `meanwhile`: what is done while they are under way.
+template <int kChunk, class F, class G>
 __device__ __forceinline__ void multiply(float (&sums)[kSums], const Operand& operand, const u8* units,
                                          const RingTile& x, int place, const Turns& turns, bool begins,
-                                         bool ends) {
+                                         bool ends, const F& wait_for_x, const G& meanwhile) {
   Fragments a;
   operand.template decode<kChunk * kSteps>(a[0], units);
   if constexpr (kSteps > 1) operand.template decode<kChunk * kSteps + 1>(a[1], units);
@@ -380,9 +514,11 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], const Operand& op
     operand.template decode<kChunk * kSteps + 3>(a[3], units);
   }
   Products products;
+  wait_for_x(a);
   turns.wait(begins && kChunk == 0);
   products.start<kChunk>(a, x, place);
   turns.pass(ends && kChunk == kChunks - 1);
+  meanwhile();
   products.wait();
   [[maybe_unused]] RowParameters rows;
   if constexpr (kScalesSums) rows = operand.load_parameters(units, kChunk * kGroups / kChunks);
@@ -392,7 +528,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], const Operand& op
         kScalesSums ? __fmaf_rn(products.sum(i), rows.scale[i / 2 % 2], sums[i]) : sums[i] + products.sum(i);
 }
 
-// ---- 4. The sums become y.
+// ---- 5. The sums become y.
 
 __device__ __forceinline__ void store_tile(const Args& args, const Tile& tile, const float (&sums)[kSums],
                                            int column, int warp, int lane) {
@@ -456,28 +592,59 @@ __launch_bounds__(kSplitThreads, 1)
     build_parts_table(args.values, thread);
   else if constexpr (kBits == 4 && kScalesSums)
     build_pair_table<kMultipliers>(args.pairs_of, thread);
-  else if constexpr (kBits == 4)
+  else if constexpr (kBits == 4 && !kScalesX)
     build_float_table<kMultipliers>(args.values, thread);
   wait_for_earlier();
   wait_for_ring<kMultipliers, kCopiers>();
 
   const Operand operand(warp / 4, warp % 4, lane);
-  const RingTile x = {k_major_tile(shared + kTiling.x_offset(), 1024)};
+  const RingTile x = {k_major_tile(shared + (kScalesX ? kTiling.parts_offset() : kTiling.x_offset()), 1024)};
   const Turns turns(warp / 4);
   float sums[kSums] = {};
   Place place;
-  for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
-    const u8* const units = shared + kTiling.unit_offset() + place.stage * kTiling.weight_bytes();
-    const bool begins = stage == tile.first_stage, ends = stage + 1 == tile.last_stage;
+  [[maybe_unused]] ScaledX scaled(shared, warp / 4, warp % 4, lane);
+  const auto units_at = [&](int stage) {
+    return shared + kTiling.unit_offset() + stage * kTiling.weight_bytes();
+  };
+  [[maybe_unused]] const auto write_parts = [&] {
     wait(full + place.stage, place.parity);
-    multiply<0>(sums, operand, units, x, place.stage, turns, begins, ends);
-    if constexpr (kChunks > 1) multiply<1>(sums, operand, units, x, place.stage, turns, begins, ends);
-    if constexpr (kChunks > 2) {
-      multiply<2>(sums, operand, units, x, place.stage, turns, begins, ends);
-      multiply<3>(sums, operand, units, x, place.stage, turns, begins, ends);
+    scaled.write(shared + kTiling.x_offset() + place.stage * kTiling.x_bytes(), units_at(place.stage),
+                 tile.tokens(args));
+  };
+  if (kWritesAhead && kScalesX && tile.first_stage < tile.last_stage) write_parts();
+  for (int stage = tile.first_stage; stage < tile.last_stage; ++stage) {
+    const u8* const units = units_at(place.stage);
+    const bool begins = stage == tile.first_stage, ends = stage + 1 == tile.last_stage;
+    const auto release = [&] {
+      __syncwarp();
+      if (lane == 0) arrive(empty + place.stage);
+      place.advance();
+    };
+    if constexpr (kScalesX) {
+      if constexpr (kScaledStages == 1) scaled.meet();
+      if constexpr (!kWritesAhead) write_parts();
+      const auto meet = [&](Fragments& a) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) pin(a[step][0]);  // decoded before
+        scaled.meet();
+      };
+      multiply<0>(sums, operand, units, x, scaled.place(), turns, begins, ends, meet, [&] {
+        release();
+        if (kWritesAhead && !ends) write_parts();
+      });
+    } else {
+      wait(full + place.stage, place.parity);
+      const int at = place.stage * kTiling.x_bytes();
+      const auto nothing = [](auto&...) {};
+      multiply<0>(sums, operand, units, x, at, turns, begins, ends, nothing, nothing);
+      if constexpr (kChunks > 1)
+        multiply<1>(sums, operand, units, x, at, turns, begins, ends, nothing, nothing);
+      if constexpr (kChunks > 2) {
+        multiply<2>(sums, operand, units, x, at, turns, begins, ends, nothing, nothing);
+        multiply<3>(sums, operand, units, x, at, turns, begins, ends, nothing, nothing);
+      }
+      release();
     }
-    __syncwarp();
-    if (lane == 0) arrive(empty + place.stage);
   }
   store_tile(args, tile, sums, warp / 4, warp % 4, lane);
 #endif

@@ -15,9 +15,11 @@ inline constexpr int kSplitUnits = kSplitFeatures * kSplitStage / (formats::kUni
 inline constexpr int kSplitMultipliers = 512, kSplitThreads = kSplitMultipliers + 128;
 inline constexpr int kSplitXParts = 3;
 
-// A block makes a tile of y. A stage has the parts of x, [kSplitXParts][tokens][64] of bf16, and units.
+// A block makes a tile of y. A stage has units and the parts of x, [kSplitXParts][tokens][64] of bf16; or x
+// as it is, [2][tokens][32] of f32, which is scaled for each group of features, and split.
 struct QgemmSm90SplitTiling {
   int tokens;       // at most: 16, 32, 64
+  int scaled;       // in so many ways x is scaled, 1, 2 or 4 for all features; 0: it comes in parts
   int table_bytes;  // of what pairs of codes of 4 bits stand for
   int bits;
   int group;            // columns that share a scale; 0: a row
@@ -36,12 +38,17 @@ struct QgemmSm90SplitTiling {
   // A unit in a stage: codes, and behind them its parameters.
   HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
   HALFBYTE_FN int part_bytes() const { return tokens * kSplitStage * 2; }
-  HALFBYTE_FN int x_bytes() const { return kSplitXParts * part_bytes(); }
+  HALFBYTE_FN int parts_bytes() const { return kSplitXParts * part_bytes(); }
+  HALFBYTE_FN int x_bytes() const { return scaled > 0 ? tokens * kSplitStage * 4 : parts_bytes(); }
+  // Of scaled x: stages whose parts there is room for. With two, those of the next can be written while
+  // those of a stage are read.
+  HALFBYTE_FN int scaled_stages() const { return tokens * scaled <= 128 ? 2 : 1; }
   HALFBYTE_FN int weight_bytes() const { return kSplitUnits * slot_bytes(); }
 
-  // Bytes of shared memory from its begin: the table of pairs, the parts of x of all stages, their units, the
-  // barriers.
-  HALFBYTE_FN int x_offset() const { return table_bytes; }
+  // Bytes of shared memory from its begin: the table of pairs, the parts of scaled x, x of all stages, their
+  // units, the barriers.
+  HALFBYTE_FN int parts_offset() const { return table_bytes; }
+  HALFBYTE_FN int x_offset() const { return parts_offset() + scaled * scaled_stages() * parts_bytes(); }
   HALFBYTE_FN int unit_offset() const { return x_offset() + stages * x_bytes(); }
   HALFBYTE_FN int barrier_offset() const { return unit_offset() + stages * weight_bytes(); }
   HALFBYTE_FN int shared_bytes() const { return barrier_offset() + stages * 16; }
@@ -49,7 +56,7 @@ struct QgemmSm90SplitTiling {
 
 struct QgemmSm90SplitArgs {
   // The parts of x, one behind the other: [kSplitXParts * m][in_cols], in boxes of `tokens` rows; the last
-  // tile in boxes of as many as it has.
+  // tile in boxes of as many as it has. x as it is: [m][2 * in_cols] halves of f32, likewise.
   formats::TensorMap x, last_x;
   const formats::u8* weight;
   const void* bias;  // null: none

@@ -34,16 +34,33 @@ std::string refuse(const QgemmProblem& p) {
 
 // Whether a scale goes into the sums of its group. Transposed, sums run across groups.
 bool scales_sums(const QgemmProblem& p) { return !p.transposed && p.codec.kind != formats::Kind::affine; }
+// Transposed, it can go into x, which is then split anew for each group of columns of the weight: of codes
+// that are integers, or have 8 bits, whose products are then half as many. Fewer columns than the 64 of a
+// warpgroup would need x more often.
+int ways_to_scale_x(const QgemmProblem& p) {
+  const bool is_exact = p.codec.kind == formats::Kind::integer || p.codec.kind == formats::Kind::floating;
+  if (!p.transposed || !is_exact) return 0;
+  switch (inlined_group(p)) {
+    case 0:
+      return 1;
+    case 64:
+      return 4;
+    case 128:
+      return 2;
+    default:
+      return 0;
+  }
+}
 // Of what is multiplied with x: the value of a code, which may be exact as bf16, or the scaled weight.
 int weight_parts(const QgemmProblem& p) {
   const bool is_exact = p.codec.kind != formats::Kind::table ||
                         code_values(p.codec, DType::bf16) == code_values(p.codec, DType::f32);
-  return scales_sums(p) && is_exact ? 1 : kSplitXParts;
+  return (scales_sums(p) && is_exact) || ways_to_scale_x(p) > 0 ? 1 : kSplitXParts;
 }
 // A pair of values in f32 or in one part takes 8 and 4 bytes, of which there are 32 copies, one a lane, in
-// 256 bytes; three parts take 12.
+// 256 bytes; three parts take 12. Where x is scaled, integers are computed.
 int table_bytes(const QgemmProblem& p) {
-  if (p.codec.bits != 4) return 0;
+  if (p.codec.bits != 4 || ways_to_scale_x(p) > 0) return 0;
   return scales_sums(p) && weight_parts(p) > 1 ? 98304 : 65536;
 }
 
@@ -53,6 +70,7 @@ QgemmSm90SplitTiling tiling_of(const QgemmProblem& p, int tokens) {
   const formats::PackedLayout& weight = p.weight;
   QgemmSm90SplitTiling tiling{};
   tiling.tokens = tokens;
+  tiling.scaled = ways_to_scale_x(p);
   tiling.table_bytes = table_bytes(p);
   tiling.bits = p.codec.bits;
   tiling.group = inlined_group(p);
@@ -70,6 +88,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& p, const QgemmSm90SplitTiling& t)
                                         inlined_group(p), p.transposed, scales_sums(p), weight_parts(p)) +
                             cuda::struct_config("QgemmSm90SplitTiling", "kTiling",
                                                 {{"tokens", t.tokens},
+                                                 {"scaled", t.scaled},
                                                  {"table_bytes", t.table_bytes},
                                                  {"bits", t.bits},
                                                  {"group", t.group},
@@ -82,7 +101,10 @@ class QgemmSm90Split : public QgemmOneKernel<QgemmSm90SplitArgs> {
   explicit QgemmSm90Split(const QgemmProblem& problem)
       : QgemmOneKernel(problem), tiling_(tiling_of(problem, tokens_of(problem))) {
     const formats::PackedLayout& layout = problem.weight;
-    stage_x(kSplitXParts);
+    if (tiling_.scaled == 0)
+      stage_x(kSplitXParts);
+    else if (!has_aligned_x(problem))
+      stage_x(1);
     args_.strip_bytes = layout.strip_bytes;
     args_.block_bytes = layout.block_bytes;
     args_.scales = layout.scales;
@@ -116,7 +138,9 @@ class QgemmSm90Split : public QgemmOneKernel<QgemmSm90SplitArgs> {
   void place(QgemmSm90SplitArgs& args, const QgemmTensors& tensors, void* parts) const override {
     const int last = args.m % tiling_.tokens;
     const auto map = [&](int tokens) {
-      return cuda::matrix_map(tensors.x, kSplitXParts * problem_.m, x_stride(), x_stride(), tokens);
+      return tiling_.scaled > 0
+                 ? cuda::matrix_map(tensors.x, problem_.m, 2 * x_stride(), 2 * x_stride(), tokens)
+                 : cuda::matrix_map(tensors.x, kSplitXParts * problem_.m, x_stride(), x_stride(), tokens);
     };
     args.last_x = map(last == 0 ? tiling_.tokens : last);
     args.x = args.m < tiling_.tokens ? args.last_x : map(tiling_.tokens);

@@ -14,12 +14,14 @@ struct alignas(n == 3 ? 16 : 4) Parts {
   u32 part[n];
 };
 
+// Of these and what is larger, rounding to bf16 may make infinity.
+constexpr float kCutLimit = 0x1.ffp127f;
+
 // Each part is what is left, rounded to the nearest bf16.
 __device__ __forceinline__ Parts<3> split_pair(const FloatPair& pair) {
   // Infinity and NaN, and what would be rounded to infinity, are whole in the last part: products with it
   // have the first part of the other operand only, and its sign.
-  constexpr float kLimit = 0x1.ffp127f;
-  const bool is_large[2] = {!(fabsf(pair.first) < kLimit), !(fabsf(pair.second) < kLimit)};
+  const bool is_large[2] = {!(fabsf(pair.first) < kCutLimit), !(fabsf(pair.second) < kCutLimit)};
   FloatPair left = {is_large[0] ? 0 : pair.first, is_large[1] ? 0 : pair.second};
   Parts<3> parts;
 #pragma unroll
@@ -34,7 +36,7 @@ __device__ __forceinline__ Parts<3> split_pair(const FloatPair& pair) {
   return parts;
 }
 
-// The same of finite numbers below 2^128 - 2^119, by half as many instructions: the first part is rounded,
+// The same of numbers below kCutLimit, by half as many instructions: the first part is rounded,
 // half away from zero, and of what is left the next one is cut off.
 __device__ __forceinline__ Parts<3> cut_pair(FloatPair left) {
   Parts<3> parts;
