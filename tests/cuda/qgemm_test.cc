@@ -696,6 +696,28 @@ TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
       }
     }
 }
+// One and two rows of f32: rings that wrap, parts of sums, several units a block; tails.
+TEST_P(QgemmCudaShapes, FewRowsOfF32) {
+  struct Shape {
+    int64_t m, n, k;
+  };
+  QuantSpec zeros = grouped(nf4(), 32), biases = grouped(nf4(), 256);
+  zeros.format = Format::int4;
+  zeros.asymmetric = true;
+  zeros.scale_dtype = DType::f16;
+  biases.format = Format::affine4;
+  uint64_t turn = 0;
+  for (const QuantSpec& spec : {grouped(nf4(), 32), grouped(nf4(), 64), grouped(nf4(), 128), zeros, biases})
+    for (const auto [m, n, k] :
+         {Shape{1, 4501, 200}, Shape{2, 5000, 65}, Shape{2, 700, 9001}, Shape{1, 31, 17000}}) {
+      QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
+      d.m = m;
+      d.n = GetParam() ? n : k;
+      d.k = GetParam() ? k : n;
+      d.accumulate = turn % 2 == 0;
+      check_variants(d, ++turn);
+    }
+}
 // Groups and rows whose scales go into x, transposed; stages, tiles and rows of x that are not whole.
 TEST_P(QgemmCudaShapes, SplitF32InGroupsOfAllWidths) {
   struct Weight {

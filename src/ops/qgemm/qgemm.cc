@@ -187,6 +187,7 @@ constexpr Row kOrder[] = {
     {&kQgemmSm90Transposed},
     {&kQgemmSm90Split, &short_codes_pay},
     {&kQgemmSm90F32},
+    {&kQgemmSm90F32Transposed},
     {&kQgemmSm90Split},
     // many
     {&kQgemmCublas, &decoding_pays},

@@ -126,14 +126,15 @@ extern const QgemmVariant kQgemmSm90Wgmma;       // forward, m <= 64: wgmma, wei
 extern const QgemmVariant kQgemmSm90Transposed;  // transposed, m <= 64: the same along n
 extern const QgemmVariant kQgemmSm90Large;       // both directions, m > 16: the same, with persistent blocks
 extern const QgemmVariant kQgemmSm90F32;         // forward, m <= 4, f32: CUDA cores
-extern const QgemmVariant kQgemmSm90Split;       // both directions, f32: parts of bf16, wgmma
-extern const QgemmVariant kQgemmCublas;          // m > 64: slices of the weight decoded, then cuBLASLt
-extern const QgemmVariant kQgemmSm80;            // mma.sync, cp.async: any shape
-extern const QgemmVariant kQgemmSimt;            // any device, shape and layout
-extern const QgemmVariant kQgemmInt8;            // the CPU: packed, QgemmMath::int8
-extern const QgemmVariant kQgemmAmx;             // the CPU: bf16 on tiles of AMX
-extern const QgemmVariant kQgemmAvx512;          // the CPU: bf16, vdpbf16ps
-extern const QgemmVariant kQgemmSimd;            // the CPU: packed, f32 arithmetic on vectors
-extern const QgemmVariant kQgemmRef;             // the CPU: any shape and layout
+extern const QgemmVariant kQgemmSm90F32Transposed;  // transposed, m <= 2, f32: the same along n
+extern const QgemmVariant kQgemmSm90Split;          // both directions, f32: parts of bf16, wgmma
+extern const QgemmVariant kQgemmCublas;             // m > 64: slices of the weight decoded, then cuBLASLt
+extern const QgemmVariant kQgemmSm80;               // mma.sync, cp.async: any shape
+extern const QgemmVariant kQgemmSimt;               // any device, shape and layout
+extern const QgemmVariant kQgemmInt8;               // the CPU: packed, QgemmMath::int8
+extern const QgemmVariant kQgemmAmx;                // the CPU: bf16 on tiles of AMX
+extern const QgemmVariant kQgemmAvx512;             // the CPU: bf16, vdpbf16ps
+extern const QgemmVariant kQgemmSimd;               // the CPU: packed, f32 arithmetic on vectors
+extern const QgemmVariant kQgemmRef;                // the CPU: any shape and layout
 
 }  // namespace halfbyte

@@ -566,11 +566,18 @@ TEST(QgemmPlan, TheSkuNamesTheTargetThatRuns) {
 }
 
 TEST(QgemmPlan, OrderOfVariants) {
-  constexpr const char
-      *kLoaded = "sm90_mma sm90_wgmma sm90_transposed sm90_f32 sm90_split sm90_large cublas sm80 simt",
-      *kUsual = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_split sm90_large cublas sm80 simt",
-      *kMany = "sm90_large sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_split cublas sm80 simt",
-      *kDecoded = "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_split cublas sm90_large sm80 simt";
+  constexpr const char *kLoaded =
+                           "sm90_mma sm90_wgmma sm90_transposed sm90_f32 sm90_f32_transposed sm90_split "
+                           "sm90_large cublas sm80 simt",
+                       *kUsual =
+                           "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_f32_transposed sm90_split "
+                           "sm90_large cublas sm80 simt",
+                       *kMany =
+                           "sm90_large sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_f32_transposed "
+                           "sm90_split cublas sm80 simt",
+                       *kDecoded =
+                           "sm90_wgmma sm90_mma sm90_transposed sm90_f32 sm90_f32_transposed sm90_split "
+                           "cublas sm90_large sm80 simt";
   struct Case {
     int64_t m, n, k, group;
     bool transposed;
