@@ -718,7 +718,8 @@ TEST_P(QgemmCudaShapes, FewRowsOfF32) {
       check_variants(d, ++turn);
     }
 }
-// Groups and rows whose scales go into x, transposed; stages, tiles and rows of x that are not whole.
+// Groups and rows whose scales go into x, transposed; rings that wrap; stages, tiles and rows of x that are
+// not whole.
 TEST_P(QgemmCudaShapes, SplitF32InGroupsOfAllWidths) {
   struct Weight {
     Format format;
@@ -738,8 +739,9 @@ TEST_P(QgemmCudaShapes, SplitF32InGroupsOfAllWidths) {
         if (group == 0) spec.granularity = Granularity::channel;
         QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
         d.m = m;
-        d.n = turn % 3 == 0 ? 200 : 261;
-        d.k = turn % 4 == 0 ? 520 : 1154;
+        const int64_t sums = turn % 3 == 0 ? 712 : 1029, features = turn % 4 == 0 ? 264 : 386;
+        d.n = d.transposed ? sums : features;
+        d.k = d.transposed ? features : sums;
         d.accumulate = turn % 5 == 0;
         check_variants(d, ++turn);
       }

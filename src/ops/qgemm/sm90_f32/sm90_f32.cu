@@ -11,6 +11,7 @@
 #include "halfbyte_config.h"
 #include "ops/qgemm/sm90_f32/sm90_f32_args.h"
 #include "ops/qgemm/weight/byte_scales.cuh"
+#include "ops/qgemm/weight/f32_rows.cuh"
 #include "ops/qgemm/weight/f32_table.cuh"
 
 namespace halfbyte::device {
@@ -20,19 +21,6 @@ namespace halfbyte::device {
 constexpr int kRegisterUnits = kXInRegisters ? f32_register_units(kM) : 0;
 
 // ---- 1. Copies: the stages of this block, one strip after the other
-
-// A slot of the ring, and the parity of its phase.
-struct RingPlace {
-  int slot = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++slot == stages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 struct Stages {
   const QgemmSm90F32Args& args;
@@ -67,11 +55,11 @@ struct Stages {
     }
   }
 
-  // By one thread: fills the slot before `place`, which is empty by now, or soon.
-  __device__ __forceinline__ void refill(const RingPlace& place) {
-    const bool wraps = place.slot == 0;
-    const int last = (wraps ? args.stages : place.slot) - 1;
-    wait(empty + last, wraps ? place.parity ^ 1 : place.parity);
+  // By one thread: fills the one before `slot`, which is empty by now, or soon.
+  __device__ __forceinline__ void refill(const RingSlot& slot) {
+    const bool wraps = slot.index == 0;
+    const int last = (wraps ? args.stages : slot.index) - 1;
+    wait(empty + last, wraps ? slot.parity ^ 1 : slot.parity);
     copy_next(last);
   }
 };
@@ -236,14 +224,7 @@ __device__ __forceinline__ void finish(const QgemmSm90F32Args& args, const float
   if (m >= args.m || row >= args.n) return;
   float sum = 0;
   for (int w = 0; w < kF32Warps; ++w) sum = sum + sums[w * kM * kUnitRows + thread];
-  float& y = args.y[m * args.n + row];
-  if (args.bias != nullptr || args.accumulate) {  // rounded once
-    double total = static_cast<double>(sum);
-    if (args.bias != nullptr) total += static_cast<double>(args.bias[row]);
-    if (args.accumulate) total += static_cast<double>(y);
-    sum = static_cast<float>(total);
-  }
-  y = sum;
+  store_sum(args, args.y[m * args.n + row], row, sum);
 }
 #endif
 
@@ -273,15 +254,15 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
     store_x(x_in_memory, args, x_cols, thread);
   __syncthreads();  // table, barriers and x
 
-  RingPlace place;
+  RingSlot slot;
   int half = 0;  // of the partial sums
   for (int strip = static_cast<int>(blockIdx.x); strip < args.strips; strip += static_cast<int>(gridDim.x)) {
     float sums[8][kM] = {};
     const auto multiply_stage = [&](int u) {
-      wait(stages.full + place.slot, place.parity);
+      wait(stages.full + slot.index, slot.parity);
       const int units = args.units - u * kF32StageUnits;
       if (warp < units) {
-        const u8* const block = memory + args.shared.ring + place.slot * args.stage_bytes +
+        const u8* const block = memory + args.shared.ring + slot.index * args.stage_bytes +
                                 (warp >> args.block_units_shift) * args.block_bytes;
         const u8* const codes =
             block + (warp & ((1 << args.block_units_shift) - 1)) * (kUnitRows * kUnitCols / 2);
@@ -295,9 +276,9 @@ extern "C" __global__ void __launch_bounds__(kF32Threads, 1)
         }
       }
       __syncwarp();
-      if (lane == 0) arrive(stages.empty + place.slot);
-      if (thread == 0 && (u > 0 || strip >= static_cast<int>(gridDim.x))) stages.refill(place);
-      place.advance(args.stages);
+      if (lane == 0) arrive(stages.empty + slot.index);
+      if (thread == 0 && (u > 0 || strip >= static_cast<int>(gridDim.x))) stages.refill(slot);
+      slot.advance(args.stages);
     };
     if constexpr (kXInRegisters) {
 #pragma unroll

@@ -11,6 +11,7 @@
 #include "cuda/device/sum.cuh"
 #include "halfbyte_config.h"
 #include "ops/qgemm/sm90_f32_transposed/sm90_f32_transposed_args.h"
+#include "ops/qgemm/weight/f32_rows.cuh"
 #include "ops/qgemm/weight/f32_table.cuh"
 #include "ops/qgemm/weight/scales.cuh"
 
@@ -45,19 +46,6 @@ struct Cursor {
     const int first = item / args.units * args.part_strips;
     strip = first + warp;
     last = min(first + args.part_strips, args.strips);
-  }
-};
-
-// Slots of a ring in turn, and the parity of their phases.
-struct Slot {
-  int index = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void advance(const Args& args) {
-    if (++index == args.slots) {
-      index = 0;
-      parity ^= 1;
-    }
   }
 };
 
@@ -182,14 +170,7 @@ __device__ __forceinline__ void finish(const Args& args, const float* sums, int 
     args.partials[(i64{item / args.units} * kM + m) * args.k + col] = sum;
     return;
   }
-  float& y = args.y[m * args.k + col];
-  if (args.bias != nullptr || args.accumulate) {  // rounded once
-    double total = static_cast<double>(sum);
-    if (args.bias != nullptr) total += static_cast<double>(args.bias[col]);
-    if (args.accumulate) total += static_cast<double>(y);
-    sum = static_cast<float>(total);
-  }
-  y = sum;
+  store_sum(args, args.y[m * args.k + col], col, sum);
 }
 #endif
 
@@ -216,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kF32TransposedThreads, 1)
   __syncthreads();  // table, barriers
 
   const int a = lane / 4;
-  Slot slot;
+  RingSlot slot;
   int half = 0;  // of the partial sums
   for (Cursor at(args, warp); !at.ends(args); at.next_item(args, warp)) {
     Sums sums = {};
@@ -232,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kF32TransposedThreads, 1)
       load_x(second, args, at.strip + kWarps, a + 8);
       __syncwarp();
       if (lane == 0) copies.copy_next(slot.index);
-      slot.advance(args);
+      slot.advance(args.slots);
     }
     float* const sums_to = partials + half * kWarps * kM * kUnitCols;
     half ^= 1;

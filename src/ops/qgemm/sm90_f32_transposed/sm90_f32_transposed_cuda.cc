@@ -31,9 +31,10 @@ std::string refuse(const QgemmProblem& p) {
 }
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
-  return {"ops/qgemm/sm90_f32_transposed/sm90_f32_transposed.cu", "qgemm_sm90_f32_transposed",
-          cuda::config_text(packed_config(problem) + bf16_scales_config(problem) +
-                            fmt::format("constexpr int kM = {};\n", problem.m))};
+  return {
+      "ops/qgemm/sm90_f32_transposed/sm90_f32_transposed.cu", "qgemm_sm90_f32_transposed",
+      cuda::config_text(cuda::element_config(DType::f32) + packed_config(problem) +
+                        bf16_scales_config(problem) + fmt::format("constexpr int kM = {};\n", problem.m))};
 }
 
 class QgemmSm90F32Transposed : public QgemmOneKernel<QgemmSm90F32TransposedArgs> {
