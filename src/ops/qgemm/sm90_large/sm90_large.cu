@@ -68,11 +68,11 @@ using Registers = DealtRegisters<kMultipliers / 128, kExperts && kTokens <= 128 
                                                      : kSplits == 1             ? 40
                                                                                 : 32>;
 using Place = RingPlace<kStages>;
-constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
+constexpr int kSlotBytes = kTiling.slot().num_bytes(), kUnitBytes = kTiling.slot().code_bytes();
 // A matrix instruction has at most 256 columns. Of a thread, in 64 features: sums of one, and of all.
 constexpr int kHalves = kTokens > 256 ? 2 : 1, kColumns = kTokens / kHalves;
 constexpr int kSums = kTokens / 2;
-constexpr int kGroups = kTiling.unit_groups();     // of a unit
+constexpr int kGroups = kTiling.slot().groups();   // of a unit
 constexpr int kSteps = kLargeStage / 16;           // matrix instructions along a stage
 constexpr int kBoxes = kTiling.multicast ? 2 : 1;  // of x in a stage, and lanes that release it
 constexpr int kSharers = kTiling.sharers;          // blocks
@@ -258,7 +258,7 @@ __device__ __forceinline__ int strip_of(const Args& args, const Tile& tile, int 
 __device__ __forceinline__ int unit_of(const Args& args, const Tile& tile, int stage, int i) {
   return min(kTransposed ? tile.features * (kUnits / 2) + i / 2 : stage, args.units - 1);
 }
-constexpr int kUnitsPerBlock = kTiling.units_per_block();
+constexpr int kUnitsPerBlock = kTiling.slot().units_per_block();
 __device__ __forceinline__ const u8* block_of(const Args& args, const Tile& tile, int strip, int unit) {
   return weight_of(args, tile) + strip * args.strip_bytes + i64{unit / kUnitsPerBlock} * args.block_bytes;
 }
@@ -356,9 +356,9 @@ class UnitCopier {
   // Of a tile: strips, or transposed units of a strip.
   static constexpr int kPlaces = kTransposed ? kUnits / 2 : kUnits;
   // Parameters lie behind the units of a block, if not behind each unit.
-  static constexpr bool kHasGroups = kGroup != 0 && !kTiling.joint();
-  static constexpr int kCopiedBytes = kTiling.joint() ? kSlotBytes : kUnitBytes;
-  static constexpr int kGroupBytes = kTiling.group_bytes();
+  static constexpr bool kHasGroups = kGroup != 0 && !kTiling.slot().joint();
+  static constexpr int kCopiedBytes = kTiling.slot().joint() ? kSlotBytes : kUnitBytes;
+  static constexpr int kGroupBytes = kTiling.slot().group_bytes();
 
   // As it is: the compiler would take sums apart to compute more of them for each copy.
   static __device__ __forceinline__ const u8* keep(const u8* address) {

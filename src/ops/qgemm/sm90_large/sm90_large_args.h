@@ -4,6 +4,7 @@
 
 #include "formats/packed.h"
 #include "ops/qgemm/weight/expert_rows_args.h"
+#include "ops/qgemm/weight/unit_slot_args.h"
 #include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
@@ -38,19 +39,9 @@ struct QgemmSm90LargeTiling {
   HALFBYTE_FN int features() const { return 64 * warpgroups / splits * blocks; }
   HALFBYTE_FN int y_features() const { return features() / (swiglu ? 2 : 1); }
   HALFBYTE_FN int units() const { return features() / formats::kUnitRows; }  // of a stage
-  HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
-  // Of the packed layout where parameters are inlined: units of a block, bytes of a block.
-  HALFBYTE_FN int units_per_block() const {
-    return formats::max(group, formats::kUnitCols) / formats::kUnitCols;
-  }
-  HALFBYTE_FN int group_bytes() const { return formats::kUnitRows * parameter_bytes; }
-  HALFBYTE_FN int unit_groups() const { return formats::unit_groups(group); }
-  // Whether a unit and its parameters lie together.
-  HALFBYTE_FN bool joint() const { return group != 0 && group <= formats::kUnitCols; }
-  // A unit in a stage: codes, and behind them its parameters.
-  HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
+  HALFBYTE_FN UnitSlot slot() const { return {bits, group, parameter_bytes}; }
   HALFBYTE_FN int x_bytes() const { return tokens * kLargeStage * 2; }
-  HALFBYTE_FN int weight_bytes() const { return units() * slot_bytes(); }
+  HALFBYTE_FN int weight_bytes() const { return units() * slot().num_bytes(); }
 
   // Bytes of shared memory from its begin: the table of pairs, which uses half of each of its rows of 256
   // bytes; the boxes of x of all stages; their units; the map of double quantization; what warps give each

@@ -31,8 +31,8 @@ constexpr bool kScalesX = kTiling.scaled > 0;
 constexpr int kMultipliers = kSplitMultipliers, kCopiers = 2;  // kCopiers: warps
 constexpr int kScaleBytes = kParameterBytes, kSecondBytes = kAsymmetric ? 1 : kAffine ? kParameterBytes : 0;
 static_assert(kTiling.parameter_bytes == kScaleBytes + kSecondBytes);
-constexpr int kGroups = kTiling.unit_groups();
-constexpr int kSlotBytes = kTiling.slot_bytes(), kUnitBytes = kTiling.unit_bytes();
+constexpr int kGroups = kTiling.slot().groups();
+constexpr int kSlotBytes = kTiling.slot().num_bytes(), kUnitBytes = kTiling.slot().code_bytes();
 static_assert(kParts == 1 || kParts == kSplitXParts);
 static_assert(!kScalesSums || !(kTransposed || kAffine));
 static_assert(!kScalesX || (kTransposed && !kAffine && kParts == 1 && kGroups == 1));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void each_stage(const Tile& tile, Barrier* empty, con
 
 __device__ __forceinline__ void copy_units(const Args& args, const Tile& tile, u8* shared, Barrier* full,
                                            Barrier* empty) {
-  constexpr int kPerBlock = kTiling.units_per_block();
+  constexpr int kPerBlock = kTiling.slot().units_per_block();
   each_stage(tile, empty, [&](int stage, int place) {
     Barrier* const here = full + place;
     arrive_expecting(here, kTiling.weight_bytes());
@@ -97,15 +97,16 @@ __device__ __forceinline__ void copy_units(const Args& args, const Tile& tile, u
       const int strip = strip_of(args, tile, stage, i), unit = unit_of(args, tile, stage, i);
       const u8* const block =
           args.weight + strip * args.strip_bytes + i64{unit / kPerBlock} * args.block_bytes;
-      copy_bulk(to, block + unit % kPerBlock * kUnitBytes, kTiling.joint() ? kSlotBytes : kUnitBytes, here);
+      copy_bulk(to, block + unit % kPerBlock * kUnitBytes, kTiling.slot().joint() ? kSlotBytes : kUnitBytes,
+                here);
       if constexpr (kGroup == 0) {
         constexpr int kScales = kUnitRows * kScaleBytes, kSeconds = kUnitRows * kSecondBytes;
         copy_bulk(to + kUnitBytes, args.weight + args.scales + i64{strip} * kScales, kScales, here);
         if constexpr (kSeconds != 0)
           copy_bulk(to + kUnitBytes + kScales, args.weight + args.seconds + i64{strip} * kSeconds, kSeconds,
                     here);
-      } else if constexpr (!kTiling.joint()) {
-        copy_bulk(to + kUnitBytes, block + kPerBlock * kUnitBytes, kTiling.group_bytes(), here);
+      } else if constexpr (!kTiling.slot().joint()) {
+        copy_bulk(to + kUnitBytes, block + kPerBlock * kUnitBytes, kTiling.slot().group_bytes(), here);
       }
     }
   });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/packed.h"
+#include "ops/qgemm/weight/unit_slot_args.h"
 #include "ops/qgemm/weight/weight_args.h"
 
 namespace halfbyte {
@@ -26,24 +27,14 @@ struct QgemmSm90SplitTiling {
   int parameter_bytes;  // of the parameters of a row and group
   int stages;
 
-  HALFBYTE_FN int unit_bytes() const { return formats::kUnitRows * formats::kUnitCols * bits / 8; }
-  HALFBYTE_FN int group_bytes() const { return formats::kUnitRows * parameter_bytes; }
-  HALFBYTE_FN int unit_groups() const { return formats::unit_groups(group); }
-  // Whether a unit and its parameters lie together.
-  HALFBYTE_FN bool joint() const { return group != 0 && group <= formats::kUnitCols; }
-  // Of the packed layout where parameters are inlined: units of a block.
-  HALFBYTE_FN int units_per_block() const {
-    return formats::max(group, formats::kUnitCols) / formats::kUnitCols;
-  }
-  // A unit in a stage: codes, and behind them its parameters.
-  HALFBYTE_FN int slot_bytes() const { return unit_bytes() + unit_groups() * group_bytes(); }
+  HALFBYTE_FN UnitSlot slot() const { return {bits, group, parameter_bytes}; }
   HALFBYTE_FN int part_bytes() const { return tokens * kSplitStage * 2; }
   HALFBYTE_FN int parts_bytes() const { return kSplitXParts * part_bytes(); }
   HALFBYTE_FN int x_bytes() const { return scaled > 0 ? tokens * kSplitStage * 4 : parts_bytes(); }
   // Of scaled x: stages whose parts there is room for. With two, those of the next can be written while
   // those of a stage are read.
   HALFBYTE_FN int scaled_stages() const { return tokens * scaled <= 128 ? 2 : 1; }
-  HALFBYTE_FN int weight_bytes() const { return kSplitUnits * slot_bytes(); }
+  HALFBYTE_FN int weight_bytes() const { return kSplitUnits * slot().num_bytes(); }
 
   // Bytes of shared memory from its begin: the table of pairs, the parts of scaled x, x of all stages, their
   // units, the barriers.

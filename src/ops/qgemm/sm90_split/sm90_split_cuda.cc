@@ -111,7 +111,7 @@ class QgemmSm90Split : public QgemmOneKernel<QgemmSm90SplitArgs> {
     args_.seconds = layout.has_zeros ? layout.zeros : layout.biases;
     args_.global_scale = layout.global_scale;
     args_.strips = static_cast<int>(layout.strips);
-    args_.units = static_cast<int>(layout.blocks_per_strip * tiling_.units_per_block());
+    args_.units = static_cast<int>(layout.blocks_per_strip * tiling_.slot().units_per_block());
     args_.m = static_cast<int>(problem.m);
     args_.out_cols = problem.out_cols();
     args_.partial_stride = formats::round_up(problem.out_cols(), 2);
