@@ -6,6 +6,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_f32/sm90_f32_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/f32_rows_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -39,17 +40,7 @@ int stages_of(const QgemmProblem& problem) {
 }
 
 std::string refuse(const QgemmProblem& p) {
-  if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
-  if (p.dtype != DType::f32) return fmt::format("dtype must be f32, got {}", to_string(p.dtype));
-  if (p.math == QgemmMath::f64) return "math must not be f64";
-  if (p.transposed) return "it is forward only";
-  if (p.m > kMostRows) return fmt::format("m must be at most {}, got {}", kMostRows, p.m);
-  if (!p.packed) return "the weight must be packed";
-  if (p.codec.bits != 4) return fmt::format("codes must have 4 bits, got {}", p.codec.bits);
-  if (p.double_quant) return "scales must not be quantized";
-  if (inlined_group(p) < 32)
-    return fmt::format("groups must be multiples of 32 columns, got those of {}", p.group);
-  if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
+  if (std::string reason = refuse_for_f32_rows(p, false, kMostRows); !reason.empty()) return reason;
   if (stages_of(p) < kFewestStages)
     return fmt::format("{} rows of x of {} columns are too many for shared memory", p.m, p.k);
   return "";
@@ -106,26 +97,15 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 // ---- The rows of the table of kernels
 
-cuda::KernelSpec specialise(const cuda::KernelValues& given) {
-  cuda::KernelValues values = given;
-  values["group-size"] = "64";
-  values["double-quant"] = "no";
-  values["dtype"] = "f32";
-  QgemmProblem problem = qgemm_problem(values);
-  HALFBYTE_CHECK(problem.codec.bits == 4, usage, "format must have 4 bits, got {}", values.at("format"));
-  problem.m = number_of(values, "rows");
+cuda::KernelSpec specialise(const cuda::KernelValues& values) {
+  QgemmProblem problem = f32_rows_problem(values);
   // As many units as are still in registers, or more.
   problem.weight.blocks_per_strip = cuda::is_set(values, "long") ? 1 << 20 : 1;
   return kernel_of(problem);
 }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys;
-  for (const KernelKey& key : qgemm_fragment_keys())
-    if (key.name == "format" || key.name == "asymmetric" || key.name == "scale-dtype") keys.push_back(key);
-  for (KernelKey& key : keys)
-    if (key.name == "format")
-      std::erase_if(key.values, [](const std::string& word) { return find_format(word).bits != 4; });
+  std::vector<KernelKey> keys = f32_rows_keys();
   keys.push_back(number_key("rows", {1, 2, 4}, "Of x, rounded up."));
   keys.push_back(cuda::flag_key("long", "Of x: more than registers hold."));
   return {{{"qgemm", "qgemm_sm90_f32", "Forward, f32, at most 4 rows of x.", std::move(keys), kSm90Target},

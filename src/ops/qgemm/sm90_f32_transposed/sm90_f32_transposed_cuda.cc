@@ -6,6 +6,7 @@
 #include "ops/qgemm/qgemm_cuda.h"
 #include "ops/qgemm/sm90_f32_transposed/sm90_f32_transposed_args.h"
 #include "ops/qgemm/weight/common_cuda.h"
+#include "ops/qgemm/weight/f32_rows_cuda.h"
 #include "ops/qgemm/weight/weight_cuda.h"
 
 namespace halfbyte {
@@ -14,21 +15,7 @@ namespace {
 constexpr int64_t kMostRows = 2;          // with 4, registers would spill
 constexpr int kSharedBytes = 227 * 1024;  // of a block, on sm_90
 
-std::string refuse(const QgemmProblem& p) {
-  if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
-  if (p.dtype != DType::f32) return fmt::format("dtype must be f32, got {}", to_string(p.dtype));
-  if (p.math == QgemmMath::f64) return "math must not be f64";
-  if (!p.transposed) return "it is for transposed products";
-  if (p.m > kMostRows) return fmt::format("m must be at most {}, got {}", kMostRows, p.m);
-  if (p.experts.num > 0) return "it is not for experts";
-  if (!p.packed) return "the weight must be packed";
-  if (p.codec.bits != 4) return fmt::format("codes must have 4 bits, got {}", p.codec.bits);
-  if (p.double_quant) return "scales must not be quantized";
-  if (inlined_group(p) < 32)
-    return fmt::format("groups must be multiples of 32 columns, got those of {}", p.group);
-  if (p.tile != QgemmTile{}) return "tile is for qgemm_simt";
-  return "";
-}
+std::string refuse(const QgemmProblem& p) { return refuse_for_f32_rows(p, true, kMostRows); }
 
 cuda::KernelSpec kernel_of(const QgemmProblem& problem) {
   return {
@@ -111,24 +98,10 @@ std::shared_ptr<const QgemmKernel> make(const QgemmProblem& problem) {
 
 // ---- The rows of the table of kernels
 
-cuda::KernelSpec specialise(const cuda::KernelValues& given) {
-  cuda::KernelValues values = given;
-  values["group-size"] = "64";
-  values["double-quant"] = "no";
-  values["dtype"] = "f32";
-  QgemmProblem problem = qgemm_problem(values);
-  HALFBYTE_CHECK(problem.codec.bits == 4, usage, "format must have 4 bits, got {}", values.at("format"));
-  problem.m = number_of(values, "rows");
-  return kernel_of(problem);
-}
+cuda::KernelSpec specialise(const cuda::KernelValues& values) { return kernel_of(f32_rows_problem(values)); }
 
 std::vector<cuda::Kernel> kernels() {
-  std::vector<KernelKey> keys;
-  for (const KernelKey& key : qgemm_fragment_keys())
-    if (key.name == "format" || key.name == "asymmetric" || key.name == "scale-dtype") keys.push_back(key);
-  for (KernelKey& key : keys)
-    if (key.name == "format")
-      std::erase_if(key.values, [](const std::string& word) { return find_format(word).bits != 4; });
+  std::vector<KernelKey> keys = f32_rows_keys();
   keys.push_back(number_key("rows", {1, 2}, "Of x."));
   return {{{"qgemm", "qgemm_sm90_f32_transposed", "Transposed, f32, at most 2 rows of x.", std::move(keys),
             kSm90Target},
