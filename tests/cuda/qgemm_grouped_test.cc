@@ -254,6 +254,37 @@ TEST_F(QgemmGroupedDevice, GatheredRows) {
     }
 }
 
+// By qgemm_sm90_large, of so few tiles, or so few more than multiprocessors, that blocks divide what is
+// summed: tiles of every width, in pairs, too.
+TEST_F(QgemmGroupedDevice, DividedTiles) {
+  std::mt19937_64 random(9);
+  for (const int64_t rows_of_expert : {20, 45, 90, 150, 280})
+    for (const int kind : {0, 1, 2})  // forward, transposed, SwiGLU
+      for (const bool few : {true, false}) {
+        const int64_t num_tiles = few ? 2 : 48, tile = rows_of_expert <= 90 ? 256 : 128;
+        const bool takes_long = rows_of_expert != (kind == 0 ? 150 : 20);  // the reference
+        if (!few && (takes_long || kind == 2)) continue;
+        QgemmGroupedDescriptor d{.num_experts = 3, .m = 3 * rows_of_expert, .n = num_tiles * tile, .k = 1000};
+        d.transposed = kind == 1;
+        d.swiglu = kind == 2;
+        if (d.transposed) std::swap(d.n, d.k);
+        d.spec.format = random() % 2 == 0 ? Format::nf4 : Format::int4;
+        d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
+        d.bias = !d.transposed;
+        d.accumulate = random() % 2 == 0;
+        if (random() % 2 == 0) {
+          d.rows = ExpertRows::indices;
+          d.top_k = 2;
+          d.m /= 2;
+          d.routing_weights = true;
+        }
+        d.variant = "qgemm_sm90_large";
+        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        check(d, random(), testing::pick(random, testing::kRoutings));
+      }
+}
+
 // Few rows of many experts: blocks go from tile to tile, one, two or four at a time.
 QgemmGroupedDescriptor few_rows(int64_t rows_of_expert, int64_t summed, bool transposed) {
   QgemmGroupedDescriptor d = many_tiles(rows_of_expert, transposed);

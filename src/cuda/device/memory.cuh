@@ -81,6 +81,17 @@ __device__ __forceinline__ void store_once(Words4* to, const Words4& v) {
                : "memory");
 }
 
+// A flag of the device. Who loads what was stored sees what the thread that stored it wrote before, and what
+// that one had seen.
+__device__ __forceinline__ void store_release(u32* to, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
 #if __CUDA_ARCH__ == 900
   return static_cast<u32>(__cvta_generic_to_shared(pointer));

@@ -74,6 +74,8 @@ struct QgemmTensors {
   float* routing_grad = nullptr;
   const void* expert_tiles = nullptr;  // the list of qgemm_expert_rows, on CUDA
   const int32_t* rows_of_x = nullptr;  // likewise, where it lists them, too
+  uint32_t* given_flags = nullptr;     // zeros that it made; of sums that blocks give each other
+  float* given_sums = nullptr;
 };
 
 // What a variant has made for a problem: chosen, compiled, ready to run.

@@ -84,10 +84,10 @@ class QgemmOneKernel : public QgemmKernel {
     staged_x_ = QgemmStageX(context_, problem_, parts);
   }
   // Of experts: tiles of so many rows, listed before, and x copied to their order where it lies in another
-  // one and the kernel does not gather it.
-  void list_expert_rows(int64_t tile, int64_t most_width, bool copies_x = true) {
+  // one and the kernel does not gather it. `given`: what its blocks give each other.
+  void list_expert_rows(int64_t tile, int64_t most_width, bool copies_x = true, QgemmGivenSums given = {}) {
     const cuda::Scope scope(context_);
-    expert_rows_ = QgemmExpertRows(context_, problem_, tile, most_width, copies_x);
+    expert_rows_ = QgemmExpertRows(context_, problem_, tile, most_width, copies_x, given);
   }
   // `parts`: of the sums of a tile. Those of several are left in the workspace, and of one where y cannot be
   // stored by pairs. `swiglu`: the kernel does it.

@@ -8,7 +8,9 @@
 // is there. Where a block has several tiles one of them is a little ahead, so that the tensor cores have work
 // while the other one stores. What tiles are left when all blocks had as many are shared by the blocks of a
 // cluster, two or more: each has its share of what is summed, and stores its share of the tokens. Where tiles
-// are few, each becomes several, of parts of what is summed: then another kernel adds up their sums.
+// are few, each becomes several, of parts of what is summed: then another kernel adds up their sums. Of
+// experts, whose tiles the device alone knows, those that are left are divided among all blocks, see
+// QgemmPieces.
 //
 // Four warpgroups multiply small tiles. They need not look ahead: while one decodes, the tensor cores
 // multiply for others. Split: a block has one tile. Two or all of them have the same features, and take
@@ -85,7 +87,7 @@ constexpr int kCopiers = 4;  // warps
 
 // A tile, of experts, as it lies in shared memory; last_stage 0: there is no other.
 struct alignas(16) TileSlot {
-  i32 features, first, part, first_stage, last_stage, expert, count;
+  i32 features, first, first_stage, last_stage, expert, count_and_givers;
 };
 static_assert(sizeof(TileSlot) == kLargeTileBytes);
 using LargeTileRing = TileRing<TileSlot, kLargeTileSlots>;
@@ -133,27 +135,38 @@ struct Tile {
   int features, tokens;         // its number along y; tokens, of experts: the first row, in their order
   int part;                     // of what is summed
   int first_stage, last_stage;  // an even number of stages
-  int expert, count;            // of experts; count: rows
+  int expert;                   // of experts, and in one register: rows, and givers, see QgemmPieces
+  int count_and_givers;
   bool shared;
-};
 
-// Tile `index` of all, of experts: panel by panel of tiles of tokens of one expert, which share what they
-// read, and in a panel as find_tile() has them.
-__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int num_tiles, int index) {
-  const int of_part = num_tiles * args.feature_tiles;
-  tile.part = of_part == 0 ? 0 : index / of_part;
-  tile.first_stage = tile.part * args.part_stages;
-  if (of_part == 0 || tile.first_stage >= args.stages) return false;
-  tile.last_stage = min(tile.first_stage + args.part_stages, args.stages);
-  const int in_part = index % of_part;
-  const ExpertTileEntry first = args.expert_tiles[1 + in_part / args.feature_tiles];
-  const int rest = in_part - first.panel * args.feature_tiles;
-  const int multicast = kTiling.multicast ? args.multicast : 0, pair = rest >> multicast;
+  __device__ __forceinline__ int count() const { return count_and_givers & 0xFFFF; }
+  __device__ __forceinline__ int givers() const { return count_and_givers >> 16; }
+};
+// How the tiles of experts are dealt out.
+__device__ __forceinline__ QgemmPieces pieces_of(const Args& args) {
+  const int pair = kTiling.multicast ? args.multicast : 0;
+  return {static_cast<int>(gridDim.x) >> pair, args.expert_tiles[0].expert * args.feature_tiles >> pair,
+          args.stages, args.dividing_stages};
+}
+// Tile `number` of this block, of experts; false behind the last one. Of all, they are panel by panel of
+// tiles of tokens of one expert, which share what they read, and in a panel as find_tile() has them. Blocks
+// that load x for each other have tiles that are a pair.
+__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, const QgemmPieces& pieces,
+                                                     int number) {
+  const int multicast = kTiling.multicast ? args.multicast : 0, block = static_cast<int>(blockIdx.x);
+  QgemmPiece piece;
+  if (!pieces.find(piece, block >> multicast, number)) return false;
+  const int index = piece.tile << multicast | (block & multicast);
+  const ExpertTileEntry first = args.expert_tiles[1 + index / args.feature_tiles];
+  const int rest = index - first.panel * args.feature_tiles, pair = rest >> multicast;
   const ExpertTileEntry rows = args.expert_tiles[1 + first.panel + pair % first.width];
   tile.features = (pair / first.width << multicast) + (rest & multicast);
   tile.tokens = rows.first;
+  tile.part = 0;
+  tile.first_stage = piece.first_stage;
+  tile.last_stage = piece.last_stage;
   tile.expert = rows.expert;
-  tile.count = rows.count;
+  tile.count_and_givers = rows.count + piece.givers * 0x10000;
   tile.shared = false;
   return true;
 }
@@ -187,30 +200,26 @@ __device__ __forceinline__ bool find_tile(Tile& tile, const Args& args, int numb
   return true;
 }
 
-// Tile `number` of this block, of experts; false behind the last one.
-__device__ __forceinline__ bool find_tile_of_experts(Tile& tile, const Args& args, int number) {
-  return find_tile_of_experts(tile, args, args.expert_tiles[0].expert,
-                              static_cast<int>(blockIdx.x) + number * static_cast<int>(gridDim.x));
-}
 // It, or that there is none, into the ring. By one lane.
 __device__ __forceinline__ void list_tile(const Block& block, int number, bool found, const Tile& tile) {
   const LargeTileRing ring = block.tile_ring();
   LargeTileRing::Place place;
   place.stage = number % kLargeTileSlots;
   place.parity = static_cast<u32>(number / kLargeTileSlots % 2);
-  ring.wait_empty(place) = {
-      tile.features, tile.tokens, tile.part, tile.first_stage, found ? tile.last_stage : 0,
-      tile.expert,   tile.count};
+  ring.wait_empty(place) = {tile.features,    tile.tokens,
+                            tile.first_stage, found ? tile.last_stage : 0,
+                            tile.expert,      tile.count_and_givers};
   ring.say_full(place);
 }
 
 // All of them. By one lane.
 __device__ __forceinline__ void list_tiles(const Args& args, const Block& block) {
   wait_for_earlier();
+  const QgemmPieces pieces = pieces_of(args);
   bool found = true;
   for (int number = 0; found; ++number) {
     Tile tile = {};
-    found = find_tile_of_experts(tile, args, number);
+    found = find_tile_of_experts(tile, args, pieces, number);
     list_tile(block, number, found, tile);
   }
 }
@@ -221,17 +230,32 @@ class Tiles {
  public:
   __device__ __forceinline__ Tiles(const Args& args, const Block& block) : args_(args), block_(block) {}
 
-  // False behind the last one, of which there must be no other.
-  __device__ __forceinline__ bool next(Tile& tile) {
+  // The next one, to look at: of experts, its stages and rows alone, since there are not always registers for
+  // more. False behind the last one; then no more.
+  __device__ __forceinline__ bool look(Tile& tile) {
     if constexpr (!kExperts) return find_tile(tile, args_, number_++);
+    const TileSlot& slot = block_.tile_ring().wait_full(place_);
+    tile.first_stage = slot.first_stage;
+    tile.last_stage = slot.last_stage;
+    tile.tokens = slot.first;
+    tile.count_and_givers = slot.count_and_givers;
+    return tile.last_stage > 0;
+  }
+  // All of it.
+  __device__ __forceinline__ void take(Tile& tile) {
+    if constexpr (!kExperts) return;
     const LargeTileRing ring = block_.tile_ring();
-    const TileSlot slot = ring.wait_full(place_);
+    const TileSlot slot = ring.slots[place_.stage];
     if constexpr (kByWarp) __syncwarp();
     if (!kByWarp || block_.lane == 0) ring.release(place_);
     place_.advance();
-    tile = {slot.features,   slot.first,  slot.part,  slot.first_stage,
-            slot.last_stage, slot.expert, slot.count, false};
-    return slot.last_stage > 0;
+    tile = {slot.features,         slot.first, 0, slot.first_stage, slot.last_stage, slot.expert,
+            slot.count_and_givers, false};
+  }
+  __device__ __forceinline__ bool next(Tile& tile) {
+    const bool is_tile = look(tile);
+    if (is_tile) take(tile);
+    return is_tile;
   }
 
  private:
@@ -436,18 +460,19 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block, int
 __device__ __forceinline__ void gather_x(const Args& args, const Block& block, int half) {
   constexpr int kRowBytes = kLargeStage * 2, kRowChunks = kRowBytes / 16;
   wait_for_earlier();
+  const QgemmPieces pieces = pieces_of(args);
   Place place;
   bool lists = half == 1 && block.lane == 0;
   for (int number = -1;; ++number) {
     if (lists) {
       Tile next;
-      lists = find_tile_of_experts(next, args, number + 1);
+      lists = find_tile_of_experts(next, args, pieces, number + 1);
       list_tile(block, number + 1, lists, next);
     }
     __syncwarp();
     if (number < 0) continue;
     Tile tile;
-    if (!find_tile_of_experts(tile, args, number)) return;
+    if (!find_tile_of_experts(tile, args, pieces, number)) return;
     // What follows from the lane is computed anew for each tile: there are no registers for it while the next
     // one is found.
     int lane;
@@ -461,7 +486,7 @@ __device__ __forceinline__ void gather_x(const Args& args, const Block& block, i
     };
     for (int i = lane / 4 * 8 + 4 * half + lane % 4; i < kTokens; i += 64)
       *reinterpret_cast<i32*>(block.shared + kTiling.row_offset(i)) =
-          args.rows_of_x[tile.tokens + min(i, tile.count - 1)];
+          args.rows_of_x[tile.tokens + min(i, tile.count() - 1)];
     __syncwarp();
     for (int stage = tile.first_stage; stage < tile.last_stage; ++stage, place.advance()) {
       const int first = stage * kRowChunks + chunk;
@@ -473,7 +498,7 @@ __device__ __forceinline__ void gather_x(const Args& args, const Block& block, i
       Words4 rows = load_rows(0);
 #pragma unroll
       for (int begin = 0; begin < kTokens; begin += 32) {
-        if (begin >= tile.count) break;
+        if (begin >= tile.count()) break;
         const Words4 next = begin + 32 < kTokens ? load_rows(begin + 32) : Words4{};
 #pragma unroll
         for (int i = 0; i < 4 && begin + 8 * i < kTokens; ++i)
@@ -530,9 +555,9 @@ class Operand {
     if constexpr (kDoubleQuant) offset_ = *reinterpret_cast<const float*>(args.weight + args.offset);
   }
 
-  // From stage `stage` of a tile, which is in `place` of the ring, what a block of 64 features of the
-  // warpgroup needs: to registers, as it is.
-  __device__ __forceinline__ void load(const Tile& tile, int stage, int place, int block) {
+  // From stage `stage` of a tile with these `features`, which is in `place` of the ring, what a block of 64
+  // features of the warpgroup needs: to registers, as it is.
+  __device__ __forceinline__ void load(int features, int stage, int place, int block) {
     const u8* const pair =
         units_ + place * kTiling.weight_bytes() + block * 2 * kSlotBytes;  // of units: two strips
     load_codes(words_, pair + codes_at_);
@@ -547,7 +572,7 @@ class Operand {
       if constexpr (kSecondBytes != 0)
         stored.seconds =
             *reinterpret_cast<const StoredSeconds*>(seconds + (group * kUnitRows + row_) * kSecondBytes);
-      if constexpr (kDoubleQuant) load_absmax(stored, tile, stage, block, group);
+      if constexpr (kDoubleQuant) load_absmax(stored, features, stage, block, group);
     }
   }
 
@@ -659,9 +684,9 @@ class Operand {
     a[3] = weight_pair(a[3], high);
   }
 
-  __device__ __forceinline__ void load_absmax(StoredParameters& stored, const Tile& tile, int stage,
-                                              int block, int group) const {
-    const int pair = tile.features * (kUnits / 2) + first_pair_ + block;  // of strips (forward) or unit
+  __device__ __forceinline__ void load_absmax(StoredParameters& stored, int features, int stage, int block,
+                                              int group) const {
+    const int pair = features * (kUnits / 2) + first_pair_ + block;  // of strips (forward) or unit
     const int row = ((kTransposed ? stage : pair) * 2 + strip_) * kUnitRows + row_,
               unit = kTransposed ? pair : stage;
     // Rows and groups of the padding have no absmax, and what comes then does not matter.
@@ -713,11 +738,13 @@ struct Sums {
   __device__ __forceinline__ float at(int block, int i) const {
     return of[block][i / (kColumns / 2)][i % (kColumns / 2)];
   }
-  __device__ __forceinline__ void scale(float factor) {
+  // They are what registers hold: the first product of a tile does not add to them, but the compiler would
+  // keep them for it.
+  __device__ __forceinline__ void forget() {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) at(b, i) *= factor;
+      for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(at(b, i)));
   }
 };
 
@@ -739,7 +766,7 @@ class Multiplier {
     begin_releases(tile);
     const int first = tile.first_stage + block_.split;
     for (int stage = first; stage < tile.last_stage; stage += kSplits) {
-      load(tile, stage);
+      load(tile.features, stage);
       operand_.decode(a_[0]);
       start_products(sums.of[0], a_[0], loaded_.stage, stage != first);
       wgmma_wait<0>();
@@ -751,12 +778,12 @@ class Multiplier {
 
   // Before the first tile.
   __device__ __forceinline__ void begin(const Tile& tile) {
-    load(tile, tile.first_stage);
+    load(tile.features, tile.first_stage);
     operand_.decode(a_[0]);
   }
 
-  // `next`: the tile after this one, if there is one: `goes_on`. `leads`: the other warpgroup waits for the
-  // first turn.
+  // `next`: the tile after this one, if there is one: `goes_on`; of experts, no more than its first stage.
+  // `leads`: the other warpgroup waits for the first turn.
   __device__ __forceinline__ void multiply(Sums& sums, const Tile& tile, const Tile& next, bool goes_on,
                                            bool leads) {
     begin_releases(tile);
@@ -768,9 +795,9 @@ class Multiplier {
       place = loaded_.stage;
       if constexpr (kTurn == 2) {
         loaded_.advance();
-        load(tile, stage + 1);
+        load(tile.features, stage + 1);
       } else {
-        operand_.load(tile, stage, place, 1);
+        operand_.load(tile.features, stage, place, 1);
       }
       start_products(sums.of[0], a_[0], place, !begins);
       wgmma_wait<1>();
@@ -781,7 +808,8 @@ class Multiplier {
       place = loaded_.stage;
       loaded_.advance();
       // Behind the last stage, what was loaded is decoded once more.
-      if (!ends || goes_on) load(ends ? next : tile, ends ? next.first_stage : stage + kTurn);
+      if (!ends || goes_on)
+        load(ends ? next.features : tile.features, ends ? next.first_stage : stage + kTurn);
       start_products(sums.of[kBlocks - 1], a_[kAhead], place, kTurn == 2 || !begins);
       wgmma_wait<1>();
       if (kTurn == 2) release(before);
@@ -804,10 +832,10 @@ class Multiplier {
           block_.empty, loads_for_both(args_, tile) ? static_cast<u32>(block_.lane % kBoxes) : block_.rank);
   }
   // Stage `stage` of a tile, as soon as it is there.
-  __device__ __forceinline__ void load(const Tile& tile, int stage) {
+  __device__ __forceinline__ void load(int features, int stage) {
     wait(block_.full + loaded_.stage, loaded_.parity);
     if (gathers(args_)) fence_proxy_async();  // those who gather do not wait, so they cannot
-    operand_.load(tile, stage, loaded_.stage, 0);
+    operand_.load(features, stage, loaded_.stage, 0);
   }
 
   // Adds the products with what is in `place` to the sums of a block, or starts with them.
@@ -945,6 +973,91 @@ __device__ __forceinline__ void share_sums(Sums& sums, const Block& block, u32 r
   });
 }
 
+// The number of this thread, asked for again: there is no register for it while stages are multiplied.
+__device__ __forceinline__ int thread_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Of experts, what blocks give to the one that stores a tile: all sums of a thread for the same thread there,
+// and then a flag of each warp.
+class GivenSums {
+ public:
+  __device__ __forceinline__ explicit GivenSums(const Args& args)
+      : step_(1 << (kTiling.multicast ? args.multicast : 0)) {
+    const int thread = thread_anew();
+    lane_ = thread % 32;
+    flag_ = args.given_flags + static_cast<int>(blockIdx.x) * kWarps + thread / 32;
+    sums_ = args.given_sums + i64{blockIdx.x} * kBlockSums + thread * 4;
+  }
+
+  __device__ __forceinline__ void give(const Sums& sums) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4) {
+        Words4 given;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) given.word[e] = __float_as_uint(sums.at(b, i + e));
+        *place_of(sums_, b, i) = given;
+      }
+    __syncwarp();
+    if (lane_ == 0) store_release(flag_, 1);
+  }
+  // Adds those of the blocks behind this one, in their order.
+  __device__ __forceinline__ void take(Sums& sums, int givers) const {
+    // Each lane has the flag of one: the warp stays together.
+    const u32* const flag = flag_ - min(lane_ + 1, givers) * step_ * kWarps;
+    while (!__all_sync(~0u, load_acquire(flag) != 0)) {
+    }
+    float* from = sums_;
+#pragma unroll 1
+    for (int giver = 0; giver < givers; ++giver) {
+      from -= step_ * kBlockSums;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int begin = 0; begin < kSums; begin += kAtOnce) {
+          Words4 given[kAtOnce / 4];
+#pragma unroll
+          for (int i = 0; i < kAtOnce / 4; ++i) given[i] = load_to_write(place_of(from, b, begin + 4 * i));
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i)
+            sums.at(b, begin + i) += __uint_as_float(given[i / 4].word[i % 4]);
+        }
+    }
+  }
+
+ private:
+  static constexpr int kWarps = kMultipliers / 32, kBlockSums = kBlocks * kSums * kMultipliers;
+  // So many at a time: for more there are no registers beside the sums.
+  static constexpr int kAtOnce = kSums <= 64 && kSums % 16 == 0 ? 16 : kSums % 8 == 0 ? 8 : 4;
+
+  static __device__ __forceinline__ Words4* place_of(float* sums, int block, int i) {
+    return reinterpret_cast<Words4*>(sums + (block * kSums + i) * kMultipliers);
+  }
+  int lane_;
+  u32* flag_;
+  float* sums_;
+  int step_;  // from a block to the one before
+};
+
+// Of experts. Whether the block stores the tile: it has added what others gave it. Else it has given its
+// sums.
+__device__ __forceinline__ bool give_or_take_sums(Sums& sums, const Args& args, const Tile& tile) {
+  const int givers =
+      __shfl_sync(~0u, tile.givers(), 0);  // so that the compiler sees that warps stay together
+  if (givers == 0) return true;
+  const GivenSums given(args);
+  if (givers == QgemmPiece::kGives) {
+    given.give(sums);
+    return false;
+  }
+  given.take(sums, givers);
+  return true;
+}
+
 // Rows of y of the tokens of a tile. Of experts they lie anywhere: each lane asks for those of some tokens,
 // and for their routing weights, all at once, and the others get them from it. `token`: that of the lane's
 // first sum; of experts both count from the first of the tile.
@@ -957,7 +1070,7 @@ class RowsOfY {
       for (int i = 0; i < kOfLane; ++i) {
         const int row = 32 * i + static_cast<int>(threadIdx.x % 32);
         slots_[i] = static_cast<u32>(tile.tokens + row);
-        load_where(slots_[i], row < tile.count && args.experts.slots != nullptr,
+        load_where(slots_[i], row < tile.count() && args.experts.slots != nullptr,
                    args.experts.slots + tile.tokens + row);
       }
     }
@@ -1002,11 +1115,11 @@ class RowsOfY {
 // The sums that are stored at a time begin with number 0, 1, 4, 5 and so on: each has that of the second
 // feature two behind it.
 __device__ __forceinline__ constexpr int first_sum(int i) { return i / 2 * 4 + i % 2; }
-// So many sums are stored at a time.
+// So many sums are stored at a time: of 288 tokens, with a global scale, registers are left for eight.
 template <int kCount>
-constexpr int kStoredAtOnce = kCount % 16 == 0  ? 16
-                              : kCount % 8 == 0 ? 8
-                                                : 4;
+constexpr int kStoredAtOnce = kCount % 16 == 0 && !(kTokens > 256 && kGlobalScale) ? 16
+                              : kCount % 8 == 0                                    ? 8
+                                                                                   : 4;
 
 // Of two neighbouring features; zeros where there is none.
 __device__ __forceinline__ u32 load_bias(const Args& args, const Tile& tile, int feature) {
@@ -1015,23 +1128,29 @@ __device__ __forceinline__ u32 load_bias(const Args& args, const Tile& tile, int
   return *reinterpret_cast<const u32*>(static_cast<const u16*>(args.bias) + first + feature);
 }
 
+// What sums are multiplied by when they are stored.
+__device__ __forceinline__ float factor_of(const Args& args, const Tile& tile) {
+  return kGlobalScale ? global_factor(weight_of(args, tile), args.global_scale) : 1;
+}
+
 // The first kCount sums of each block, of one part of several. `feature`, `token`: of the first sum.
 template <int kCount>
 __device__ __forceinline__ void store_partials(const Sums& sums, const Args& args, const Tile& tile,
                                                const RowsOfY& rows_of_y, int feature, int token) {
+  const float factor = factor_of(args, tile);
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
     const bool is_feature = feature < args.features;
     if (!kExperts && !is_feature) return;
     const i64 first_row = tile.part * i64{args.m} + (kExperts ? 0 : token);
     float* const to = args.partials + first_row * args.partial_stride + feature;
-    float bias[2];  // of experts: in the first part
-    unpack_pair(bias, kExperts && tile.part == 0 && is_feature ? load_bias(args, tile, feature) : 0);
+    float bias[2];  // of experts
+    unpack_pair(bias, kExperts && is_feature ? load_bias(args, tile, feature) : 0);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const int first = first_sum(i);
       const RowsOfY::Row row = rows_of_y.of_sum(first);
-      const auto biased = [](float v, float bias) { return kExperts ? v + bias : v; };
+      const auto biased = [&](float v, float bias) { return kExperts ? v * factor + bias : v * factor; };
       store_where(row.inside && is_feature, to + u64{static_cast<u32>(args.partial_stride)} * row.number,
                   biased(sums.at(b, first), bias[0]), biased(sums.at(b, first + 2), bias[1]));
     }
@@ -1059,6 +1178,7 @@ __device__ __forceinline__ void add_or_store(const Args& args, const Each& each)
 template <int kCount>
 __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, const Tile& tile,
                                            const RowsOfY& rows_of_y, int feature, int token) {
+  const float factor = factor_of(args, tile);
   const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b, feature += 64) {
@@ -1079,8 +1199,9 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Args& args, c
           const int first = begin + first_sum(i);
           const RowsOfY::Row row = rows_of_y.of_sum(first);
           const auto weighted = [&](float v) { return kExperts ? v * row.weight : v; };
-          f(before[i], weighted(sums.at(b, first) + bias[0]), weighted(sums.at(b, first + 2) + bias[1]),
-            y + u64{y_stride} * row.number, row.inside && is_feature);
+          f(before[i], weighted(sums.at(b, first) * factor + bias[0]),
+            weighted(sums.at(b, first + 2) * factor + bias[1]), y + u64{y_stride} * row.number,
+            row.inside && is_feature);
         }
       };
       add_or_store(args, each);
@@ -1102,6 +1223,7 @@ __device__ __forceinline__ float silu(float gate) {
 __device__ __forceinline__ void store_opened(const Sums& sums, const Args& args, const Tile& tile,
                                              const Block& block, const RowsOfY& rows_of_y, int feature) {
   constexpr int kGroups = kTiling.gate_groups();  // of eight sums, at a time
+  const float factor = factor_of(args, tile);
   const int thread = block.thread % 128, opens = thread / 64;
   const int barrier = kGateBarrier + block.column * 2 + block.warp % 2;
   const u32 y_stride = static_cast<u32>(args.features) * 2;  // bytes
@@ -1138,8 +1260,9 @@ __device__ __forceinline__ void store_opened(const Sums& sums, const Args& args,
           const int at = begin + 8 * i + e;
           const float own = opens != 0 ? sums.at(b, at + 4) : sums.at(b, at),
                       other = bit_cast<float>(received.word[e]);
-          const float gate = (opens != 0 ? other : own) + gate_bias[e / 2];
-          opened[i * 2 + e % 2][e / 2] = silu(gate) * ((opens != 0 ? own : other) + opened_bias[e / 2]);
+          const float gate = (opens != 0 ? other : own) * factor + gate_bias[e / 2];
+          opened[i * 2 + e % 2][e / 2] =
+              silu(gate) * ((opens != 0 ? own : other) * factor + opened_bias[e / 2]);
         }
       }
       const auto each = [&](const auto& f) {
@@ -1159,11 +1282,13 @@ __device__ __forceinline__ void store_opened(const Sums& sums, const Args& args,
 template <int kCount>
 __device__ __forceinline__ void store_tile(const Sums& sums, const Args& args, const Tile& tile,
                                            const Block& block, RowsOfY& rows_of_y, int token) {
-  const int feature = tile.features * kTiling.y_features() + block.column * kBlocks * kBlockFeatures +
-                      feature_of(block.warp % 4, block.lane / 4);
+  const int thread = kExperts ? thread_anew() : block.thread, lane = thread % 32;
+  const int warp = kExperts ? thread / 32 : block.warp;
+  const int feature = tile.features * kTiling.y_features() + warp / 4 / kSplits * kBlocks * kBlockFeatures +
+                      feature_of(warp % 4, lane / 4);
   const int first = kExperts ? 0 : tile.tokens * args.tokens,
-            last_token = kExperts ? tile.count : min(first + args.tokens, args.m);
-  token += first + block.lane % 4 * 2;
+            last_token = kExperts ? tile.count() : min(first + args.tokens, args.m);
+  token += first + lane % 4 * 2;
   rows_of_y.find(args, token, last_token);
   if constexpr (kSwiglu)
     store_opened(sums, args, tile, block, rows_of_y, feature);
@@ -1221,30 +1346,36 @@ __launch_bounds__(kTiling.threads(), 1)
   Sums sums = {};
   Tile tile, next;
   Tiles<true> tiles(args, block);
-  if (!tiles.next(tile)) return;  // of experts
+  if (!tiles.look(tile)) return;  // of experts
   if constexpr (kAhead == 0) {
     do {
+      if constexpr (kExperts) sums.forget();
       RowsOfY rows_of_y(args, tile);
       multiplier.multiply_in_turn(sums, tile);
-      if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
+      tiles.take(tile);
       if constexpr (kSplits > 1) share_sums(sums, block, static_cast<u32>(block.split));
+      if (kExperts && !give_or_take_sums(sums, args, tile)) continue;
       store_tile<kShareSums>(sums, args, tile, block, rows_of_y, block.split * kShareTokens);
-    } while (kSplits == 1 && tiles.next(tile));
+    } while (kSplits == 1 && tiles.look(tile));
     return;
   }
-  bool goes_on = tiles.next(next);
+  tiles.take(tile);
+  bool goes_on = tiles.look(next);
   // Where the block has several tiles warpgroup 1 begins when 0 is a turn ahead.
   bool leads = goes_on && block.column == 0;
   if (goes_on && block.column == 1) sync_some(kMultiplierBarrier, kMultipliers);
   multiplier.begin(tile);
-  for (;; leads = false, goes_on = tiles.next(next)) {
+  for (;; leads = false, goes_on = tiles.look(next)) {
+    if constexpr (kExperts) sums.forget();
     multiplier.multiply(sums, tile, next, goes_on, leads);
-    if constexpr (kGlobalScale) sums.scale(global_factor(weight_of(args, tile), args.global_scale));
     if (!kExperts && tile.shared) break;  // the last one
-    RowsOfY rows_of_y(args, tile);
-    store_tile<kSums>(sums, args, tile, block, rows_of_y, 0);
+    if (!kExperts || give_or_take_sums(sums, args, tile)) {
+      RowsOfY rows_of_y(args, tile);
+      store_tile<kSums>(sums, args, tile, block, rows_of_y, 0);
+    }
     if (!goes_on) return;
     tile = next;
+    tiles.take(tile);
   }
   share_sums(sums, block, block.rank);
   RowsOfY rows_of_y(args, tile);

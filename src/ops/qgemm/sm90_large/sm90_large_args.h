@@ -96,6 +96,83 @@ struct QgemmSm90LargeTiling {
   }
 };
 
+// What a block has of a tile of experts: stages [first_stage, last_stage).
+struct QgemmPiece {
+  static constexpr int kGives = -1;
+  int tile;
+  int first_stage, last_stage;
+  int givers;  // blocks with other pieces, whose sums it adds; kGives: it gives its sums to one of them
+};
+
+// How blocks deal out the tiles of experts, whose number the device alone knows. What tiles are left when all
+// blocks had as many are divided along what is summed ("stream-k": Osama et al. 2023, arXiv 2301.03598). They
+// lie one behind the other, and each block has a range of their turns, of two stages: pieces of one or more
+// tiles, before the tiles that it has whole. Who has the first piece of a tile stores it, when others have
+// given it the sums of theirs, which it adds in their order.
+//
+// Ranges go from the last block to the first: `giver` i of a piece of block b is block b - i. So a block
+// waits for those with lower numbers only, which have started before. Else blocks of two products, each with
+// a half of the device, could wait for ever for others that find no room.
+//
+// Where clusters go through pairs of tiles together, these stand for blocks and tiles.
+struct QgemmPieces {
+  static constexpr int kFewest = 4;      // turns of a range
+  static constexpr int kMostGivers = 7;  // of a tile, on average
+  int blocks, whole;                     // whole: so many tiles are not divided, the first ones
+  int turns;                             // of a tile
+  formats::u32 all_turns;                // of those that are divided
+  int sharers;                           // blocks that have a range; 0: no tile is divided
+
+  // `stages`: of a tile, even; to divide tiles takes as long as `dividing_stages` for all blocks.
+  HALFBYTE_FN QgemmPieces(int num_blocks, int tiles, int stages, int dividing_stages)
+      : blocks(num_blocks), whole(tiles), turns(stages / 2), all_turns(0), sharers(0) {
+    const int left = tiles % blocks;
+    if (left == 0 || (blocks - left) * stages <= blocks * dividing_stages) return;
+    all_turns = static_cast<formats::u32>(left) * static_cast<formats::u32>(turns);
+    const int most =
+        formats::min(left * (1 + kMostGivers), static_cast<int>(all_turns / formats::u32{kFewest}));
+    sharers = formats::min(blocks, most);
+    if (sharers > left)
+      whole = tiles - left;
+    else
+      sharers = 0;
+  }
+  // The first turn of a range. One of a few turns of a tile would not be worth its sums.
+  HALFBYTE_FN formats::u32 begin_of(int range) const {
+    const formats::u32 of_tile = static_cast<formats::u32>(turns), few = kFewest / 2;
+    const formats::u32 begin =
+        static_cast<formats::u32>(range) * all_turns / static_cast<formats::u32>(sharers);
+    const formats::u32 before = begin % of_tile, behind = of_tile - before;
+    return before < few ? begin - before : behind < few ? begin + behind : begin;
+  }
+  // What `number` of a block is; false behind the last one.
+  HALFBYTE_FN bool find(QgemmPiece& piece, int block, int number) const {
+    const int range = blocks - 1 - block;
+    if (range < sharers) {
+      const formats::u32 begin = begin_of(range), end = begin_of(range + 1);
+      const int first = static_cast<int>(begin) / turns, last = (static_cast<int>(end) + turns - 1) / turns;
+      const int pieces = begin < end ? last - first : 0;
+      if (number < pieces) {
+        const formats::u32 begin_of_tile = static_cast<formats::u32>((first + number) * turns),
+                           end_of_tile = begin_of_tile + static_cast<formats::u32>(turns);
+        piece.tile = whole + first + number;
+        piece.first_stage = begin > begin_of_tile ? 2 * static_cast<int>(begin - begin_of_tile) : 0;
+        piece.last_stage = 2 * static_cast<int>(formats::min(end, end_of_tile) - begin_of_tile);
+        piece.givers = 0;
+        if (begin > begin_of_tile) {
+          piece.givers = QgemmPiece::kGives;
+        } else {
+          for (int i = range + 1; i < sharers && begin_of(i) < end_of_tile; ++i) ++piece.givers;
+        }
+        return true;
+      }
+      number -= pieces;
+    }
+    piece = {block + number * blocks, 0, 2 * turns, 0};
+    return piece.tile < whole;
+  }
+};
+
 struct QgemmSm90LargeArgs {
   // [m, k], transposed [m, n]: in boxes of `tokens` rows, or half as many; the last, where it has fewer, in
   // boxes of as many, since a row of a box beyond x takes as long as several within.
@@ -138,6 +215,11 @@ struct QgemmSm90LargeArgs {
   const formats::i32* rows_of_x;
   const void* x_as_it_lies;
   formats::i32 row_chunks, row_bytes;
+  // Of experts: sums that blocks give each other, of a tile each, and flags of their warps, zeros at first.
+  // To give and to add them takes as long as so many stages.
+  float* given_sums;
+  formats::u32* given_flags;
+  formats::i32 dividing_stages;
 };
 
 }  // namespace halfbyte

@@ -156,6 +156,7 @@ struct Division {
   int64_t blocks = 0;                  // of the grid
   int cluster = 1;
   bool multicast = false;
+  int64_t dividing_stages = 0;  // of experts: so many take as long as to divide tiles
   int64_t tiles() const { return feature_tiles * token_tiles * parts; }
   int64_t last_stages() const { return stages - (parts - 1) * part_stages; }
 };
@@ -243,17 +244,29 @@ int most_expert_tokens(const QgemmProblem& p, bool swiglu) {
   const int64_t group = inlined_group(p);
   return swiglu && (group == 16 || group == 32) ? 256 : 288;
 }
-// Whether experts have a kernel with such tiles. Of wide ones with a scale a row ptxas spills registers, too.
+// Whether experts have a kernel with such tiles. Of others with a scale a row ptxas spills registers, too.
 bool has_experts_kernel(const QgemmProblem& p, const QgemmSm90LargeTiling& t) {
-  return t.splits == 1 && t.sharers <= 2 && t.tokens <= most_expert_tokens(p, t.swiglu) && can_be(t) &&
-         !(t.warpgroups == 4 && t.group == 0);
+  if (t.splits > 1 || t.sharers > 2 || t.tokens > most_expert_tokens(p, t.swiglu) || !can_be(t)) return false;
+  return t.group != 0 || (t.warpgroups == 2 && !(t.blocks == 2 && p.weight.has_zeros));
+}
+
+// Of experts: clocks that it takes to give sums of a tile to another block and to add them there, and bytes
+// of them a clock. Tiles are divided if they have more stages than that takes.
+constexpr double kGiveClocks = 2000, kGiveBytes = 16;
+int64_t given_bytes(const QgemmSm90LargeTiling& t) { return int64_t{4} * t.tokens * t.features(); }
+double dividing_clocks(const QgemmSm90LargeTiling& t) {
+  return kGiveClocks + static_cast<double>(given_bytes(t)) / kGiveBytes;
 }
 
 // Of experts: tiles of the kind that takes the least time, where rows are those of experts with as many each,
-// give or take what chance does. Where tiles are few, parts of what is summed. `swiglu`: the kernel does it.
-Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors, bool swiglu) {
+// give or take what chance does. What tiles are left when all blocks had as many are divided, as the kernel
+// has it. `swiglu`: the kernel does it.
+Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   const QgemmExperts& experts = p.experts;
   const bool is_masked = experts.rows == ExpertRows::masked;
+  // The kernel does it with whole strips of both halves.
+  const bool swiglu =
+      experts.swiglu && experts.slots_per_y == 1 && has_pairs_of_y(p) && p.y_cols() % formats::kUnitRows == 0;
   const double rows = is_masked ? static_cast<double>(experts.rows_per_expert)
                                 : static_cast<double>(p.m) / static_cast<double>(experts.num);
   const auto tiles_of_expert = [&](int tokens) {
@@ -265,42 +278,27 @@ Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors, bool
   Division best;
   double least = std::numeric_limits<double>::max();
   const int64_t features = swiglu ? p.y_cols() : p.out_cols();
+  best.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
   for (const Candidate& candidate : kCandidates) {
     const QgemmSm90LargeTiling tiling = tiling_of(p, {&candidate, candidate.is_wide() ? 1 : 2}, swiglu);
     const double clocks = clocks_of(candidate, p.transposed);
     if (clocks == 0 || !has_experts_kernel(p, tiling)) continue;
     const double tiles = tiles_of_expert(candidate.tokens) *
                          static_cast<double>(experts.num * ceil_div(features, tiling.y_features()));
-    const double time = std::max(1.0, tiles / num_multiprocessors) * clocks;
+    const double rounds = tiles / num_multiprocessors, of_round = static_cast<double>(best.stages) * clocks;
+    const double time = std::min(std::ceil(rounds) * of_round, rounds * of_round + dividing_clocks(tiling));
     if (time >= least) continue;
     least = time;
-    best = {};
     best.tiling = tiling;
+    best.dividing_stages = static_cast<int64_t>(std::ceil(dividing_clocks(tiling) / clocks));
   }
   best.feature_tiles = ceil_div(features, best.tiling.y_features());
   best.token_tiles = tiles_of_rows(p, best.tiling.tokens);  // at most
   best.tokens = best.tiling.tokens;
-  best.stages = formats::round_up(ceil_div(p.in_cols(), kLargeStage), 2);
-  const double tiles =
-      tiles_of_expert(best.tiling.tokens) * static_cast<double>(experts.num * best.feature_tiles);
-  constexpr int64_t kFewestStages = 8;  // of a part
-  best.parts = std::clamp<int64_t>(static_cast<int64_t>(num_multiprocessors / tiles), 1,
-                                   std::max<int64_t>(1, best.stages / kFewestStages));
-  best.part_stages = formats::round_up(ceil_div(best.stages, best.parts), 2);
-  best.parts = ceil_div(best.stages, best.part_stages);
   best.multicast = best.tiling.multicast && best.feature_tiles % 2 == 0;
   best.cluster = best.multicast ? 2 : 1;
   best.blocks = num_multiprocessors / best.cluster * best.cluster;
   return best;
-}
-
-Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
-  // The kernel does it with whole strips of both halves.
-  const bool swiglu = p.experts.swiglu && p.experts.slots_per_y == 1 && has_pairs_of_y(p) &&
-                      p.y_cols() % formats::kUnitRows == 0;
-  if (swiglu)
-    if (Division d = choose_for_experts(p, num_multiprocessors, true); d.parts == 1) return d;
-  return choose_for_experts(p, num_multiprocessors, false);
 }
 
 // Whether rows of x, or their copies, begin lines of 128 bytes. If not, each stage of a row takes two: the
@@ -372,7 +370,10 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     if (has_experts) {
       args_.experts = experts_args(problem);
       gathers_ = problem.experts.rows == ExpertRows::indices && features <= kMostGatheredFeatures;
-      list_expert_rows(division.tokens, panel, !gathers_);
+      QgemmGivenSums given;
+      if (division.stages > division.dividing_stages)
+        given = {division.blocks * given_bytes(tiling_), division.blocks * tiling_.multipliers() / 32};
+      list_expert_rows(division.tokens, panel, !gathers_, given);
     } else if (!has_aligned_x(problem)) {
       stage_x(1);
     }
@@ -399,6 +400,7 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     args_.row_bytes = static_cast<int>(problem.in_cols() * size_of(problem.dtype));
     args_.row_chunks = args_.row_bytes / 16;
     args_.whole = static_cast<int>(division.whole);
+    args_.dividing_stages = static_cast<int>(division.dividing_stages);
     args_.values = code_values_args(problem.codec, problem.dtype);
     args_.bf16_scales = problem.codec.scale_type == formats::ScaleType::bf16;
     args_.accumulate = problem.accumulate;
@@ -423,6 +425,8 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
     place_experts(args.experts, tensors);
     args.expert_tiles = static_cast<const ExpertTileEntry*>(tensors.expert_tiles);
     args.rows_of_x = tensors.rows_of_x;
+    args.given_flags = tensors.given_flags;
+    args.given_sums = tensors.given_sums;
     args.x_as_it_lies = tensors.x;
     args.weight = static_cast<const formats::u8*>(tensors.weight);
     args.bias = tensors.bias;
@@ -457,8 +461,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   HALFBYTE_CHECK(
       problem.experts.num == 0 || (!problem.double_quant && has_experts_kernel(problem, tiling)), usage,
       "qgemm_sm90_large: experts go with tiles of at most {} rows that are neither split nor shared by "
-      "more than two blocks, with wide ones where groups are smaller than a row, and without "
-      "double-quant",
+      "more than two blocks, with wide ones, and 128x256 if there are zero points, where groups are smaller "
+      "than a row, and without double-quant",
       most_expert_tokens(problem, swiglu));
   HALFBYTE_CHECK(can_be(tiling) && clocks_of(*tile->candidate, problem.transposed) > 0, usage,
                  "qgemm_sm90_large: tile {} does not go with the weight{}", word,

@@ -1,7 +1,7 @@
 // qgemm_expert_rows, before a product whose blocks have several tiles of experts' rows: lists the tiles,
 // copies rows of x to the order of experts, where they lie in another one, or finds their numbers, and makes
-// zeros of the sums of rows that no expert has. Block 0 makes the list; of the others each warp has a piece
-// of a row.
+// zeros of the sums of rows that no expert has. Block 0 makes the list, and zeros of flags; of the others
+// each warp has a piece of a row.
 #include "cuda/device/bulk.cuh"
 #include "ops/qgemm/weight/expert_rows_args.h"
 #include "ops/qgemm/weight/experts.cuh"
@@ -49,6 +49,8 @@ extern "C" __global__ void __launch_bounds__(kExpertRowsThreads)
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   if (block_index() == 0) {
     if (warp == 0) list_tiles(args, lane);
+    for (int i = static_cast<int>(threadIdx.x); i < args.num_flags; i += kExpertRowsThreads)
+      args.flags[i] = 0;
     return;
   }
   const i64 number = (block_index() - 1) * kWarps + warp, row = number / args.pieces;

@@ -30,6 +30,8 @@ struct QgemmExpertRowsArgs {
   void* zeros;  // [zero_parts][rows], of zero_bytes: y or sums; null: rows that no expert has are not written
   formats::i64 zero_bytes;
   formats::i32 zero_parts;
+  formats::u32* flags;  // [num_flags], which become zeros
+  formats::i32 num_flags;
 };
 
 }  // namespace halfbyte

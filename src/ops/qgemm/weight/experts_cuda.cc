@@ -79,7 +79,7 @@ constexpr int64_t kKeptBytes = 32 << 20;
 }  // namespace
 
 QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile,
-                                 int64_t most_width, bool copies_x) {
+                                 int64_t most_width, bool copies_x, QgemmGivenSums given) {
   const QgemmExperts& experts = problem.experts;
   const int64_t row_bytes = problem.in_cols() * size_of(problem.dtype);
   args_.experts = experts_args(problem);
@@ -103,18 +103,21 @@ QgemmExpertRows::QgemmExpertRows(const cuda::Context& context, const QgemmProble
       formats::round_up((1 + args_.most_tiles) * static_cast<int64_t>(sizeof(ExpertTileEntry)), 256);
   const int64_t rows_bytes = formats::round_up(problem.m * int64_t{sizeof(int32_t)}, 256);
   finds_rows_ = is_indexed && !copies_x;
-  num_bytes_ = list_bytes_ + (finds_rows_ ? rows_bytes
-                              : copies    ? formats::round_up(problem.m * row_bytes, 256)
-                                          : 0);
+  rows_bytes_ = finds_rows_ ? rows_bytes : copies ? formats::round_up(problem.m * row_bytes, 256) : 0;
+  flag_bytes_ = formats::round_up(given.num_flags * int64_t{sizeof(uint32_t)}, 256);
+  num_bytes_ = list_bytes_ + rows_bytes_ + flag_bytes_ + formats::round_up(given.num_bytes, 256);
+  args_.num_flags = static_cast<int32_t>(given.num_flags);
 }
 
 void QgemmExpertRows::place(QgemmTensors& tensors, void* workspace) const {
   tensors.expert_tiles = workspace;
-  std::byte* const behind = static_cast<std::byte*>(workspace) + list_bytes_;
+  std::byte* const rows = static_cast<std::byte*>(workspace) + list_bytes_;
   if (finds_rows_)
-    tensors.rows_of_x = reinterpret_cast<const int32_t*>(behind);
-  else if (num_bytes_ > list_bytes_)
-    tensors.x = behind;
+    tensors.rows_of_x = reinterpret_cast<const int32_t*>(rows);
+  else if (rows_bytes_ > 0)
+    tensors.x = rows;
+  tensors.given_flags = reinterpret_cast<uint32_t*>(rows + rows_bytes_);
+  tensors.given_sums = reinterpret_cast<float*>(rows + rows_bytes_ + flag_bytes_);
 }
 
 void QgemmExpertRows::run(const QgemmTensors& tensors, void* workspace, void* sums, int64_t parts,
@@ -123,11 +126,12 @@ void QgemmExpertRows::run(const QgemmTensors& tensors, void* workspace, void* su
   place_experts(args.experts, tensors);
   args.list = static_cast<ExpertTileEntry*>(workspace);
   args.x = tensors.x;
-  std::byte* const behind = static_cast<std::byte*>(workspace) + list_bytes_;
+  std::byte* const rows = static_cast<std::byte*>(workspace) + list_bytes_;
   if (finds_rows_)
-    args.rows_of_x = reinterpret_cast<int32_t*>(behind);
-  else if (num_bytes_ > list_bytes_)
-    args.to = behind;
+    args.rows_of_x = reinterpret_cast<int32_t*>(rows);
+  else if (rows_bytes_ > 0)
+    args.to = rows;
+  args.flags = reinterpret_cast<uint32_t*>(rows + rows_bytes_);
   if (args.zero_bytes > 0) {
     args.zeros = tensors.y;
     if (sums != nullptr) {

@@ -28,6 +28,11 @@ std::string refuse_sm90_experts(const QgemmProblem& problem);
 // The key of their kernels.
 KernelKey experts_key();
 
+// In the workspace, sums that blocks of a product give each other, and flags, which are zeros when it begins.
+struct QgemmGivenSums {
+  int64_t num_bytes = 0, num_flags = 0;
+};
+
 // The kernel qgemm_expert_rows, before that of a product whose blocks have several tiles.
 class QgemmExpertRows {
  public:
@@ -36,22 +41,23 @@ class QgemmExpertRows {
   // `most_width`: tiles of an expert that are gone through together; `copies_x`: where its rows lie in
   // another order than that of experts.
   QgemmExpertRows(const cuda::Context& context, const QgemmProblem& problem, int64_t tile, int64_t most_width,
-                  bool copies_x);
+                  bool copies_x, QgemmGivenSums given);
 
   bool is_used() const { return function_ != nullptr; }
   int64_t workspace_bytes() const { return num_bytes_; }
   // `sums`: f32 [parts][m][stride], where the product leaves them; null: it stores y.
   void run(const QgemmTensors& tensors, void* workspace, void* sums, int64_t parts, int64_t stride,
            void* stream) const;
-  // What the product is given: the list, and x in the order of experts or, where it is not copied, the
-  // numbers of its rows.
+  // What the product is given: the list, x in the order of experts or, where it is not copied, the numbers of
+  // its rows, and memory for given sums.
   void place(QgemmTensors& tensors, void* workspace) const;
 
  private:
   cuda::CUfunction function_ = nullptr;
   cuda::Grid grid_;
   bool finds_rows_ = false;
-  int64_t list_bytes_ = 0, num_bytes_ = 0;
+  int64_t list_bytes_ = 0, rows_bytes_ = 0, flag_bytes_ = 0;  // one behind the other, then given sums
+  int64_t num_bytes_ = 0;
   QgemmExpertRowsArgs args_{};  // but for addresses
 };
 
