@@ -242,7 +242,7 @@ section_experts_skewed() { bench_experts --format nf4 --skew 1; }
 
 declare -A halves=([first]="tests1 exhaustive sanitize engine interop" [second]="tests2 peer latency bench qgemm")
 # Each has room; a half has less than their sum. A kernel that hangs must not hold a GPU for ever.
-declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=150 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
+declare -A limits=([tests]=540 [tests1]=300 [tests2]=300 [packs]=540 [exhaustive]=240 [sanitize]=360 [engine]=150 [interop]=100 [peer]=150
   [latency]=60 [bench]=330 [qgemm]=150 [cliffs]=240 [experts]=300 [experts_int4]=300 [experts_skewed]=300 [qgemm_tests]=240 [python]=480 [devices]=240 [layers]=150 [model]=240 [parallel]=360)
 declare -A logs=([tests]=tests [tests1]=tests [tests2]=tests [packs]=packs [exhaustive]=tests [sanitize]=sanitize [engine]=tests
   [interop]=interop [peer]=interop [latency]=bench [bench]=bench [qgemm]=qgemm [cliffs]=qgemm [experts]=qgemm [experts_int4]=qgemm [experts_skewed]=qgemm [qgemm_tests]=tests [python]=python [devices]=tests [layers]=bench [model]=bench [parallel]=bench)

@@ -709,7 +709,8 @@ TEST_P(QgemmCudaShapes, FewRowsOfF32) {
   uint64_t turn = 0;
   for (const QuantSpec& spec : {grouped(nf4(), 32), grouped(nf4(), 64), grouped(nf4(), 128), zeros, biases})
     for (const auto [m, n, k] :
-         {Shape{1, 4501, 200}, Shape{2, 5000, 65}, Shape{2, 700, 9001}, Shape{1, 31, 17000}}) {
+         {Shape{1, 4501, 200}, Shape{2, 5000, 65}, Shape{2, 700, 9001}, Shape{1, 31, 17000},
+          Shape{3, 5000, 65}, Shape{3, 700, 9001}, Shape{4, 4501, 200}, Shape{4, 31, 17000}}) {
       QgemmDescriptor d = descriptor(spec, DType::f32, GetParam());
       d.m = m;
       d.n = GetParam() ? n : k;

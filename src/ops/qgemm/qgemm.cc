@@ -122,12 +122,15 @@ bool many_rows_pay(const QgemmProblem& p) {
   return p.m > 32 && tiles * 5 >= places * 4;
 }
 
-// Of f32, forward, with 3 and 4 rows of x, qgemm_sm90_split takes 0.85 of the time of qgemm_sm90_f32 where
-// codes are exact as bf16, and 1.25 times where they are looked up (4096x4096, H200).
+// Of f32, with 3 and 4 rows of x, qgemm_sm90_split takes 0.85 of the time of qgemm_sm90_f32 where codes are
+// exact as bf16, and 1.25 times where they are looked up (4096x4096, H200). Transposed it takes 1.03 and 0.79
+// of the time of qgemm_sm90_f32_transposed, with 3 and 4 rows, where it applies the scale to x, which depends
+// on groups, else 2 and 1.6 times (8192x8192).
 bool short_codes_pay(const QgemmProblem& p) {
   const formats::Kind kind = p.codec.kind;
-  return p.dtype == DType::f32 && !p.transposed && p.m > 2 &&
-         (kind == formats::Kind::integer || kind == formats::Kind::floating);
+  if (p.dtype != DType::f32 || (kind != formats::Kind::integer && kind != formats::Kind::floating))
+    return false;
+  return p.transposed ? p.m > 3 && (p.group % 64 == 0 || p.group >= p.k) : p.m > 2;
 }
 
 // Decoding the weight once costs 0 to 6 % of a product with 8192 rows, and twice that with 4096.

@@ -1,7 +1,7 @@
 // qgemm of f32, transposed, few rows of x, a packed weight of 4 bits in groups of 32 to 256 columns: sm_90.
 //
 // Work is dealt out in items: a unit of each strip, which is 64 columns of y, and as many strips as the sums
-// of a part have. A block takes items in turn. Its 16 warps take the strips of an item in turn, each by
+// of a part have. A block takes items in turn. Its warps take the strips of an item in turn, each by
 // itself: its ring in shared memory is filled by its own bulk copies, of the items to come, too (1). Lane t +
 // 4 a of a warp has pairs t of all words of rows 2 a, 2 a + 1, 2 a + 16 and 2 a + 17 (formats/packed.h): 16
 // columns. x is multiplied by the scales of its rows, once for each group of columns; values come from a
@@ -20,7 +20,7 @@ namespace halfbyte::device {
 #if HALFBYTE_DEVICE_ARCH >= 900
 
 using Args = QgemmSm90F32TransposedArgs;
-constexpr int kWarps = kF32TransposedWarps, kThreads = kF32TransposedThreads;
+constexpr int kWarps = f32_transposed_warps(kM), kThreads = kWarps * 32;
 constexpr int kCodeBytes = kUnitRows * kUnitCols / 2;
 
 // ---- 1. What a warp goes through: units, by item and strip
@@ -176,7 +176,7 @@ __device__ __forceinline__ void finish(const Args& args, const float* sums, int 
 
 // ---- 4. The kernel
 
-extern "C" __global__ void __launch_bounds__(kF32TransposedThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     qgemm_sm90_f32_transposed(const __grid_constant__ QgemmSm90F32TransposedArgs args) {
 #if HALFBYTE_DEVICE_ARCH >= 900
   extern __shared__ u8 memory[];

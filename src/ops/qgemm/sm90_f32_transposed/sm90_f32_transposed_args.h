@@ -5,8 +5,9 @@
 
 namespace halfbyte {
 
-inline constexpr int kF32TransposedWarps = 16, kF32TransposedThreads = kF32TransposedWarps * 32;
 inline constexpr int kF32TransposedMaxSlots = 8;
+// Of a block: the sums of three and four rows of x take the registers of other warps.
+HALFBYTE_FN int f32_transposed_warps(int rows) { return rows <= 2 ? 16 : rows == 3 ? 12 : 8; }
 
 // Dynamic shared memory: the table of pairs, for each warp its ring of slots for a unit and its parameters,
 // sums of two items, barriers.
@@ -15,11 +16,12 @@ struct F32TransposedShared {
 };
 HALFBYTE_FN F32TransposedShared f32_transposed_shared(int rows, int slots, int slot_bytes) {
   constexpr int kTableBytes = 65536;
+  const int warps = f32_transposed_warps(rows);
   F32TransposedShared s{};
   s.rings = kTableBytes;
-  s.sums = s.rings + kF32TransposedWarps * slots * slot_bytes;
-  s.barriers = s.sums + 2 * kF32TransposedWarps * formats::kUnitCols * rows * 4;
-  s.num_bytes = s.barriers + kF32TransposedWarps * slots * 8;
+  s.sums = s.rings + warps * slots * slot_bytes;
+  s.barriers = s.sums + 2 * warps * formats::kUnitCols * rows * 4;
+  s.num_bytes = s.barriers + warps * slots * 8;
   return s;
 }
 

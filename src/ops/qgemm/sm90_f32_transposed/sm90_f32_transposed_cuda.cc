@@ -12,7 +12,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr int64_t kMostRows = 2;          // with 4, registers would spill
+constexpr int64_t kMostRows = 4;
 constexpr int kSharedBytes = 227 * 1024;  // of a block, on sm_90
 
 std::string refuse(const QgemmProblem& p) { return refuse_for_f32_rows(p, true, kMostRows); }
@@ -54,7 +54,9 @@ class QgemmSm90F32Transposed : public QgemmOneKernel<QgemmSm90F32TransposedArgs>
     args_.accumulate = problem.accumulate;
     // The same number of items a block, as nearly as can be.
     const int64_t rounds = ceil_div(items, context_.num_multiprocessors);
-    load(kernel_of(problem), {ceil_div(items, rounds), kF32TransposedThreads, args_.shared.num_bytes},
+    load(kernel_of(problem),
+         {ceil_div(items, rounds), 32 * f32_transposed_warps(static_cast<int>(problem.m)),
+          args_.shared.num_bytes},
          items / args_.units, {DType::f32, DType::f64});
   }
 
@@ -76,7 +78,8 @@ class QgemmSm90F32Transposed : public QgemmOneKernel<QgemmSm90F32TransposedArgs>
   // bench qgemm --dtype f32 --direction transposed --m 1` times what they choose.
   int64_t parts_of(int64_t units) const {
     constexpr double kStrips = 0.8, kItem = 1, kSum = 2.5;
-    const int64_t rounds_of_strips = ceil_div(int64_t{args_.strips}, int64_t{kF32TransposedWarps});
+    const int64_t rounds_of_strips =
+        ceil_div(args_.strips, f32_transposed_warps(static_cast<int>(problem_.m)));
     int64_t best = 1;
     double least = 0;
     for (int64_t parts = 1; parts <= std::clamp<int64_t>(rounds_of_strips / 2, 1, 32); ++parts) {
@@ -102,8 +105,8 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) { return kernel_of
 
 std::vector<cuda::Kernel> kernels() {
   std::vector<KernelKey> keys = f32_rows_keys();
-  keys.push_back(number_key("rows", {1, 2}, "Of x."));
-  return {{{"qgemm", "qgemm_sm90_f32_transposed", "Transposed, f32, at most 2 rows of x.", std::move(keys),
+  keys.push_back(number_key("rows", {1, 2, 3, 4}, "Of x."));
+  return {{{"qgemm", "qgemm_sm90_f32_transposed", "Transposed, f32, at most 4 rows of x.", std::move(keys),
             kSm90Target},
            specialise}};
 }

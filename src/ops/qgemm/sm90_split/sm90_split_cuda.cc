@@ -19,7 +19,6 @@ std::string refuse(const QgemmProblem& p) {
   if (std::string reason = refuse_other_than_sm90(p); !reason.empty()) return reason;
   if (p.dtype != DType::f32) return fmt::format("dtype must be f32, got {}", to_string(p.dtype));
   if (p.math != QgemmMath::automatic) return fmt::format("math must be auto, got {}", to_string(p.math));
-  if (p.experts.num > 0) return "it is not for experts";
   if (!p.packed) return "the weight must be packed";
   if (p.double_quant) return "scales must not be quantized";
   if (std::string reason = refuse_rare_weight(p); !reason.empty()) return reason;

@@ -16,8 +16,9 @@ inline constexpr u32 kFloatTableAddress = 1024;
 template <int kNumThreads>
 __device__ __forceinline__ void build_float_table(const float (&values)[16], int thread) {
 #pragma unroll
-  for (int i = 0; i < 4096 / kNumThreads; ++i) {  // 16 bytes each: two copies
+  for (int i = 0; i < (4096 + kNumThreads - 1) / kNumThreads; ++i) {  // 16 bytes each: two copies
     const int at = i * kNumThreads + thread, entry = at / 16;
+    if (4096 % kNumThreads != 0 && at >= 4096) break;
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %1, %2};" ::"r"(kFloatTableAddress + at * 16),
                  "f"(values[entry & 15]), "f"(values[entry >> 4])
                  : "memory");
