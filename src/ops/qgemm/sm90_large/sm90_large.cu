@@ -999,7 +999,7 @@ class GivenSums {
       for (int i = 0; i < kSums; i += 4) {
         Words4 given;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) given.word[e] = __float_as_uint(sums.at(b, i + e));
+        for (int e = 0; e < 4; ++e) given.word[e] = bit_cast<u32>(sums.at(b, i + e));
         *place_of(sums_, b, i) = given;
       }
     __syncwarp();
@@ -1024,7 +1024,7 @@ class GivenSums {
           for (int i = 0; i < kAtOnce / 4; ++i) given[i] = load_to_write(place_of(from, b, begin + 4 * i));
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i)
-            sums.at(b, begin + i) += __uint_as_float(given[i / 4].word[i % 4]);
+            sums.at(b, begin + i) += bit_cast<float>(given[i / 4].word[i % 4]);
         }
     }
   }

@@ -140,8 +140,9 @@ struct QgemmPieces {
   // The first turn of a range. One of a few turns of a tile would not be worth its sums.
   HALFBYTE_FN formats::u32 begin_of(int range) const {
     const formats::u32 of_tile = static_cast<formats::u32>(turns), few = kFewest / 2;
-    const formats::u32 begin =
-        static_cast<formats::u32>(range) * all_turns / static_cast<formats::u32>(sharers);
+    const formats::u32 before_it = static_cast<formats::u32>(range) * all_turns;
+    // NOLINTNEXTLINE(clang-analyzer-core.DivideZero): there are ranges
+    const formats::u32 begin = before_it / static_cast<formats::u32>(sharers);
     const formats::u32 before = begin % of_tile, behind = of_tile - before;
     return before < few ? begin - before : behind < few ? begin + behind : begin;
   }

@@ -365,8 +365,9 @@ class QgemmSm90Large : public QgemmOneKernel<QgemmSm90LargeArgs> {
                                           : choose_division(problem, context_.num_multiprocessors);
     tiling_ = division.tiling;
     const int64_t features = tiling_.swiglu ? problem.y_cols() : problem.out_cols();
-    const int64_t panel = std::clamp<int64_t>(kPanelBytes / (division.tokens * problem.in_cols() * 2), 1,
-                                              std::max<int64_t>(division.token_tiles, 1));
+    const int64_t tile_bytes = std::max<int64_t>(division.tokens * problem.in_cols() * 2, 1);
+    const int64_t panel =
+        std::clamp<int64_t>(kPanelBytes / tile_bytes, 1, std::max<int64_t>(division.token_tiles, 1));
     if (has_experts) {
       args_.experts = experts_args(problem);
       gathers_ = problem.experts.rows == ExpertRows::indices && features <= kMostGatheredFeatures;
