@@ -1011,6 +1011,7 @@ class GivenSums {
     const u32* const flag = flag_ - min(lane_ + 1, givers) * step_ * kWarps;
     while (!__all_sync(~0u, load_acquire(flag) != 0)) {
     }
+    __syncwarp();  // what each lane sees by its flag, all see
     float* from = sums_;
 #pragma unroll 1
     for (int giver = 0; giver < givers; ++giver) {
