@@ -135,7 +135,8 @@ struct QgemmBenchRow {
   std::vector<QgemmBenchRate> rates;  // CPU
   double floor_us = kNone;  // the longer of read_us and the time at cublas_flops or the best of rates
   // Error of y, for both plans, over up to 16 rows: the norm of its difference from qgemm_simt or qgemm_ref
-  // with f64 sums, divided by the norm of as many rows of the latter, by 16 of them. NaN if y has NaN.
+  // with f64 sums, divided by the norm that as many rows of the latter have, of the mean of 16. NaN if y has
+  // NaN.
   double error = kNone;
   double error_limit = 0;  // what the rounding of dtype and math allows
   bool correct() const { return error <= error_limit; }

@@ -251,7 +251,8 @@ bool has_experts_kernel(const QgemmProblem& p, const QgemmSm90LargeTiling& t) {
 }
 
 // Of experts: clocks that it takes to give sums of a tile to another block and to add them there, and bytes
-// of them a clock. Tiles are divided if they have more stages than that takes.
+// of them a clock: estimated, not fitted to times. Tiles are divided if they have more stages than that
+// takes.
 constexpr double kGiveClocks = 2000, kGiveBytes = 16;
 int64_t given_bytes(const QgemmSm90LargeTiling& t) { return int64_t{4} * t.tokens * t.features(); }
 double dividing_clocks(const QgemmSm90LargeTiling& t) {
@@ -260,7 +261,7 @@ double dividing_clocks(const QgemmSm90LargeTiling& t) {
 
 // Of experts: tiles of the kind that takes the least time, where rows are those of experts with as many each,
 // give or take what chance does. What tiles are left when all blocks had as many are divided, as the kernel
-// has it. `swiglu`: the kernel does it.
+// has it.
 Division choose_for_experts(const QgemmProblem& p, int num_multiprocessors) {
   const QgemmExperts& experts = p.experts;
   const bool is_masked = experts.rows == ExpertRows::masked;
