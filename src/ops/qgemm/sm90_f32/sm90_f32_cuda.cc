@@ -16,7 +16,7 @@ constexpr int64_t kMostRows = 4;
 constexpr int64_t kSharedBytes = 227 * 1024;  // of a block, on sm_90
 constexpr int kFewestStages = 3;
 
-int rows_of(const QgemmProblem& problem) { return std::bit_ceil(static_cast<unsigned>(problem.m)); }
+int rows_of(const QgemmProblem& problem) { return static_cast<int>(problem.m); }
 int64_t units_per_block(const QgemmProblem& problem) {
   return problem.weight.block_cols / formats::kUnitCols;
 }
@@ -106,7 +106,7 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
 
 std::vector<cuda::Kernel> kernels() {
   std::vector<KernelKey> keys = f32_rows_keys();
-  keys.push_back(number_key("rows", {1, 2, 4}, "Of x, rounded up."));
+  keys.push_back(number_key("rows", {1, 2, 3, 4}, "Of x."));
   keys.push_back(cuda::flag_key("long", "Of x: more than registers hold."));
   return {{{"qgemm", "qgemm_sm90_f32", "Forward, f32, at most 4 rows of x.", std::move(keys), kSm90Target},
            specialise}};
