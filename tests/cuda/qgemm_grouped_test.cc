@@ -285,7 +285,7 @@ TEST_F(QgemmGroupedDevice, DividedTiles) {
       }
 }
 
-// Few rows of many experts: blocks go from tile to tile, one, two or four at a time.
+// Few rows of many experts: blocks go from tile to tile, one or some at a time.
 QgemmGroupedDescriptor few_rows(int64_t rows_of_expert, int64_t summed, bool transposed) {
   QgemmGroupedDescriptor d = many_tiles(rows_of_expert, transposed);
   d.num_experts = 150;
@@ -314,19 +314,51 @@ TEST_F(QgemmGroupedDevice, FewRowsOfManyTiles) {
       }
 }
 
-// Few rows of x, gathered, of weights of so many rows that a tile has 256 of them: the ring has four stages
-// or two, and the sums of a tile five.
+// By qgemm_sm90_transposed, of weights with few rows and many columns: eight and sixteen tiles at once, whose
+// warps share none or have one other. Few rows of x are gathered; others lie in a copy.
+QgemmGroupedDescriptor many_columns(int64_t num_experts, int64_t m, int64_t n) {
+  QgemmGroupedDescriptor d{.num_experts = num_experts, .m = m, .n = n, .k = 7168, .transposed = true};
+  d.dtype = DType::bf16;
+  d.variant = "qgemm_sm90_transposed";
+  return d;
+}
+TEST_F(QgemmGroupedDevice, ManyTilesAtOnce) {
+  std::mt19937_64 random(9);
+  for (const int64_t n : {40, 200, 520})
+    for (const int64_t m : {64, 512})
+      for (const ExpertRows rows : {ExpertRows::offsets, ExpertRows::indices}) {
+        QgemmGroupedDescriptor d = many_columns(64, m, n);
+        d.spec.format = random() % 2 == 0 ? Format::nf4 : Format::int4;
+        d.rows = rows;
+        if (rows == ExpertRows::indices) {
+          d.top_k = 2;
+          d.m /= 2;
+          d.routing_weights = true;
+        }
+        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        check(d, random(), testing::pick(random, testing::kRoutings));
+      }
+}
+
+// Few rows of x, gathered, of weights with so many outputs that tiles are large, of qgemm_sm90_wgmma 256
+// rows: the ring has four stages or two, and the sums of a tile five; or that blocks have several.
 TEST_F(QgemmGroupedDevice, FewRowsOfLargeTiles) {
-  for (const Format format : {Format::nf4, Format::int8}) {
-    QgemmGroupedDescriptor d{.num_experts = 8, .m = 4, .n = 7168, .k = 1032};
-    d.spec.format = format;
-    d.rows = format == Format::nf4 ? ExpertRows::offsets : ExpertRows::indices;
-    d.dtype = DType::bf16;
-    d.variant = "qgemm_sm90_wgmma";
-    for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-      if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
-    check(d, 8, Routing::random);
-  }
+  std::mt19937_64 random(8);
+  for (const bool transposed : {false, true})
+    for (const Format format : {Format::nf4, Format::int8})
+      for (const int64_t m : {4, 16}) {
+        QgemmGroupedDescriptor d{.num_experts = 8, .m = m, .n = 7168, .k = 1032, .transposed = transposed};
+        if (transposed) std::swap(d.n, d.k);
+        d.spec.format = format;
+        d.rows = (format == Format::nf4) == (m == 4) ? ExpertRows::offsets : ExpertRows::indices;
+        d.routing_weights = d.rows == ExpertRows::indices;
+        d.dtype = DType::bf16;
+        d.variant = transposed ? "qgemm_sm90_transposed" : "qgemm_sm90_wgmma";
+        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        check(d, random(), testing::pick(random, testing::kRoutings));
+      }
 }
 
 TEST_F(QgemmGroupedDevice, EmptyExtents) {
@@ -500,7 +532,8 @@ TEST_P(SanitizeGroupedTiles, EachKernel) {
   const bool transposed = GetParam() % 2 == 1;
   QgemmGroupedDescriptor d = GetParam() / 2 == 0   ? many_tiles(17, transposed)
                              : GetParam() / 2 == 1 ? gathered(40, 18, transposed)
-                                                   : few_rows(4, 72, transposed);
+                             : GetParam() / 2 == 2 ? few_rows(4, 72, transposed)
+                                                   : many_columns(40, 64, 72);
   if (GetParam() == 4) d.n = 128;  // one tile an expert
   if (GetParam() == 5) {
     d.num_experts = 70;
@@ -510,7 +543,7 @@ TEST_P(SanitizeGroupedTiles, EachKernel) {
     if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
   check(d, 1, Routing::random, QgemmData::random, true);
 }
-INSTANTIATE_TEST_SUITE_P(, SanitizeGroupedTiles, ::testing::Range(0, 6));
+INSTANTIATE_TEST_SUITE_P(, SanitizeGroupedTiles, ::testing::Range(0, 7));
 
 }  // namespace
 }  // namespace halfbyte

@@ -84,17 +84,20 @@ bool loading_x_pays(const QgemmProblem& p) { return p.k <= 8192 && (p.m == 1 || 
 // 213).
 bool wide_tiles_pay(const QgemmProblem& p) { return p.experts.num > 0 && p.weight.groups > 1; }
 
-// Of experts, qgemm_sm90_transposed needs many tiles of columns: with 32 of 2048 it is slower than
-// qgemm_sm80. Of a weight of 512 rows it takes 0.98, 0.68 and 0.56 times as long with 1, 4 and 16 tokens, 8
-// of 256 experts each; shorter tiles were not timed. With more than 20 rows an expert qgemm_sm90_large is
-// twice as fast as either. qgemm_sm90_wgmma likewise needs long tiles, or many: of 256 columns of 7168 rows
-// it takes 10.1 us for 8 rows and 20.5 for 32 where qgemm_sm80 takes 8.9 and 24.8 (H200).
+// Of experts, with one or two rows of x for each of a few, qgemm_sm90_transposed and qgemm_sm90_wgmma need
+// long tiles, or many. 8 of 256 experts, one row each, us, before those of qgemm_sm80: transposed 64x7168 7.2
+// and 6.7, 128x7168 7.7 and 7.4, 256x7168 9.0 and 10.9, 7168x256 14.1 and 13.3; forward 7168x64 7.9 and 6.8,
+// 7168x128 7.1, 7168x256 8.7 and 9.3. With 16 rows they are ahead in all of these (H200). Of 8 bits
+// qgemm_sm90_transposed takes 1.2 to 1.4 times as long as qgemm_sm80 with 256 rows of the weight; with more
+// than 20 rows of x an expert qgemm_sm90_large is faster than either.
 bool tiles_are_short_or_few(const QgemmProblem& p) {
+  constexpr int64_t kFewRows = 12;
   const int64_t experts = p.experts.num;
   if (experts == 0) return false;
-  if (!p.transposed) return p.k < 512 && p.m <= 12;
-  if (p.m > 20 * experts) return false;
-  return p.n < 512 || std::min(p.m, experts) * ceil_div(p.k, formats::kUnitCols) < 64;
+  if (!p.transposed) return p.m <= kFewRows && p.k <= 128;
+  const bool are_few = std::min(p.m, experts) * ceil_div(p.k, formats::kUnitCols) < 64;
+  if (p.codec.bits == 4) return p.m <= kFewRows && (p.n < 256 || are_few);
+  return p.m <= 20 * experts && (p.n < 512 || are_few);
 }
 
 // Transposed, qgemm_sm90_large takes 0.54 to 0.96 times as long as qgemm_sm90_transposed with 33 to 64 rows
@@ -122,10 +125,10 @@ bool many_rows_pay(const QgemmProblem& p) {
   return p.m > 32 && tiles * 5 >= places * 4;
 }
 
-// Of f32, with 3 and 4 rows of x, qgemm_sm90_split takes 0.85 of the time of qgemm_sm90_f32 where codes are
-// exact as bf16, and 1.25 times where they are looked up (4096x4096, H200). Transposed it takes 1.03 and 0.79
-// of the time of qgemm_sm90_f32_transposed, with 3 and 4 rows, where it applies the scale to x, which depends
-// on groups, else 2 and 1.6 times (8192x8192).
+// Of f32, with 3 and 4 rows of x, qgemm_sm90_split takes 0.86 to 0.98 of the time of qgemm_sm90_f32 where
+// codes are exact as bf16, and 1.2 to 1.43 times where they are looked up (4096x4096, 8192x8192, H200).
+// Transposed it takes 1.03 and 0.79 of the time of qgemm_sm90_f32_transposed, with 3 and 4 rows, where it
+// applies the scale to x, which depends on groups, else 2 and 1.6 times (8192x8192).
 bool short_codes_pay(const QgemmProblem& p) {
   const formats::Kind kind = p.codec.kind;
   if (p.dtype != DType::f32 || (kind != formats::Kind::integer && kind != formats::Kind::floating))

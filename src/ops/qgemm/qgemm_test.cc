@@ -660,25 +660,27 @@ TEST(QgemmPlan, OrderOfVariants) {
           }
 }
 
-// Of experts qgemm_sm80 comes first where tiles are short or few, but for many rows, which qgemm_sm90_large
-// takes.
+// Of experts qgemm_sm80 comes first where tiles are short or few, and rows too.
 TEST(QgemmPlan, TheOrderOfVariantsOfExperts) {
   struct Case {
-    int64_t experts, m, n, k;
+    int bits;
+    int64_t m, n, k;
     bool transposed, sm80_first;
   };
   constexpr Case kCases[] = {
-      {256, 8, 511, 7168, true, true},     {256, 5120, 511, 7168, true, true},
-      {256, 5121, 511, 7168, true, false}, {256, 32768, 511, 7168, true, false},
-      {256, 8, 512, 7168, true, false},    {256, 8, 7168, 256, true, true},
-      {256, 16, 7168, 256, true, false},   {256, 12, 7168, 256, false, true},
-      {256, 13, 7168, 256, false, false},  {256, 12, 7168, 512, false, false},
+      {4, 12, 255, 7168, true, true},   {4, 13, 255, 7168, true, false},   {4, 12, 256, 7168, true, false},
+      {4, 12, 7168, 256, true, true},   {4, 13, 7168, 256, true, false},   {4, 12, 7168, 512, true, false},
+      {4, 12, 7168, 128, false, true},  {4, 13, 7168, 128, false, false},  {4, 12, 7168, 129, false, false},
+      {8, 12, 7168, 128, false, true},  {8, 12, 7168, 129, false, false},  {8, 8, 511, 7168, true, true},
+      {8, 5120, 511, 7168, true, true}, {8, 5121, 511, 7168, true, false}, {8, 8, 512, 7168, true, false},
+      {8, 15, 7168, 256, true, true},   {8, 16, 7168, 256, true, false},
   };
   QgemmProblem problem;
   problem.device.kind = DeviceKind::cuda;
-  for (const auto& [experts, m, n, k, transposed, sm80_first] : kCases) {
-    SCOPED_TRACE(fmt::format("{} experts, m {} n {} k {} transposed {}", experts, m, n, k, transposed));
-    problem.experts.num = experts;
+  problem.experts.num = 256;
+  for (const auto& [bits, m, n, k, transposed, sm80_first] : kCases) {
+    SCOPED_TRACE(fmt::format("{} bits, m {} n {} k {} transposed {}", bits, m, n, k, transposed));
+    problem.codec.bits = bits;
     problem.m = m;
     problem.n = n;
     problem.k = k;

@@ -16,16 +16,19 @@ namespace {
 
 constexpr int kFewestTokens = 17;  // with fewer, the other variants of sm_90 were not timed beside it
 // Of an expert, on average: with fewer, other variants are ahead. Transposed that depends on how much is
-// summed. With 512 rows of the weight qgemm_sm90_transposed takes 0.8 times as long with 4 rows of x and 1.05
-// times with 8, with 1536 and 2048 rows 0.83 and 0.88 times with 8 and 1.3 times with 12, with 4096 as long
-// with 12 (H200, `halfbyte bench qgemm --experts 256 --top-k 8 --shape 512x7168 --m 128,256`, `--experts 128
-// --shape 1536x2048,2048x768 --m 128,192` and `--experts 8 --top-k 2 --shape 4096x14336 --m 48`, with
-// --variant).
+// summed. With 128 and 256 rows of the weight, codes of 4 bits, qgemm_sm90_transposed takes 0.97 and 0.87
+// times as long with 6 rows of x and 1.25 and 1.03 times with 8; with 512 rows 0.99 times with 12 and 1.11
+// times with 14; with 1536 and 2048 0.94 times with 14; with 4096 0.91 and with 28672 1.03 times with 14
+// (H200, `halfbyte bench qgemm --direction transposed --experts 256 --top-k 8 --shape
+// 128x7168,256x7168,512x7168 --m 192,256,384,448`, `--experts 128 --shape 1536x2048,2048x768 --m 224` and
+// `--experts 8 --top-k 2 --shape 4096x14336,28672x4096 --m 56`, with --variant). Of 8 bits it is slower.
 constexpr int64_t kFewestExpertRows = 16;
 int64_t fewest_expert_rows(const QgemmProblem& p) {
+  const int64_t summed = p.in_cols();
   if (!p.transposed) return kFewestExpertRows;
-  if (p.in_cols() < 512) return 2;  // qgemm_sm80 has fewer
-  return p.in_cols() < 1024 ? 8 : p.in_cols() <= 2048 ? 9 : 12;
+  if (p.codec.bits == 4) return summed < 512 ? 8 : summed < 1024 ? 13 : 15;
+  if (summed < 512) return 2;  // qgemm_sm80 has fewer
+  return summed < 1024 ? 8 : summed <= 2048 ? 9 : 12;
 }
 constexpr int kMaxStages = 8, kMaxSplitStages = 16;
 constexpr int kSharedBytes = 227 * 1024;  // of a block of sm_90

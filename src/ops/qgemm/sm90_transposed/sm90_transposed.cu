@@ -11,7 +11,8 @@
 //   4. At the end of a tile the sums of the teams meet in shared memory, then those of the blocks of the
 //      cluster, and are added in a fixed order.
 //   5. The kernel.
-//   6. Of experts, the rings of stages go on from tile to tile, and sums meet beside them.
+//   6. Of experts, the rings of stages go on from tile to tile, and sums meet beside them. Of few rows a
+//   block finds the tiles by itself, and each team gathers its rows of x.
 //
 // A word of 4-bit codes has rows 2a and 2a + 1 of the columns 16j + 8 * second + 2t + e, e and second 0 or 1.
 // Lane (g, t') has the words of a = 8i + t' and 8i + t' + 4 for the 16 rows i of a strip; e = 0 is fragment
@@ -212,24 +213,28 @@ __device__ __forceinline__ void finish_tile(const QgemmSm90TransposedArgs& args,
 
 // ---- 6. Of experts: the stages hold what comes next, of any tile
 
-// Warps that share a tile, and what a thread is there.
+// Warps that share a tile, one to all 16, and what a thread is there.
 struct TileWarps {
-  int number, teams, team, thread, threads;  // teams: a multiple of 4
+  int number, teams, team, thread, threads;
   __device__ __forceinline__ TileWarps(const QgemmSm90TransposedArgs& args, int warp)
       : teams(kTeams / args.tiles_at_once), threads(kTransposedThreads / args.tiles_at_once) {
     number = warp / teams;
     team = warp % teams;
     thread = static_cast<int>(threadIdx.x) % threads;
   }
-  __device__ __forceinline__ void sync() const { sync_some(1 + number, threads); }
+  __device__ __forceinline__ void sync() const {
+    if (teams == 1)  // there are 16 barriers in all
+      __syncwarp();
+    else
+      sync_some(1 + number, threads);
+  }
 };
 
 // The sums of some blocks of all teams meet in the half of the table that it does not use, then those of the
-// next. `slots`: of y, of the rows that the thread has.
-template <class P, int kRows>
+// next.
+template <class P>
 __device__ __forceinline__ void finish_flowing(const QgemmSm90TransposedArgs& args, const P& product,
-                                               const TileWarps& warps, const Tile& tile,
-                                               const i32 (&slots)[kRows]) {
+                                               const TileWarps& warps, const Tile& tile, u8* shared) {
   constexpr int kBlockLines = kTiling.block_words() / 32, kBlockPairs = kTokens * 8;
   constexpr int kAtOnce = min(P::kBlocks, kMeetingBytes / 128 / (kTeams * kBlockLines));  // blocks
   constexpr int kTeamLines = kAtOnce * kBlockLines;
@@ -246,19 +251,17 @@ __device__ __forceinline__ void finish_flowing(const QgemmSm90TransposedArgs& ar
     for (int at = warps.thread; at < kAtOnce * kBlockPairs; at += warps.threads) {
       const SumPlace place = P::place(first * kBlockPairs + at, 0, 1);
       const i64 column = static_cast<i64>(tile.columns) * kUnits * kUnitCols + place.pair * 2;
-      const i32 row = kRows == 1 || place.token < 8 ? slots[0] : slots[kRows - 1];
-      if (row < 0 || column >= args.k) continue;
+      if (place.token >= tile.num_rows || column >= args.k) continue;
+      // A load each time: while products are made there are no registers for it.
+      const i32 i = tile.first_row + place.token;
+      const i32 row = kFindsRows ? found_rows(shared).slots[i] : slot_of(args.experts, i);
+      if (row < 0) continue;
       u32 from = scratch_address(lines + place.word / 32 - first * kBlockLines, lane, 0);
       Pair sum;
-      for (int team = 0; team < warps.teams; team += 4) {
-        float even[4], odd[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i, from += kTeamLines * kScratchStride) {
-          even[i] = load_shared(from);
-          odd[i] = load_shared(from + P::kOdd / 32 * kScratchStride);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum.even += even[i], sum.odd += odd[i];
+#pragma unroll 4
+      for (int team = 0; team < warps.teams; ++team, from += kTeamLines * kScratchStride) {
+        sum.even += load_shared(from);
+        sum.odd += load_shared(from + P::kOdd / 32 * kScratchStride);
       }
       store_pair(args, row, column, {sum.even * factor, sum.odd * factor});
     }
@@ -278,30 +281,28 @@ __device__ __forceinline__ void run_flowing(const QgemmSm90TransposedArgs& args,
   fill_tables(args, shared, 0);
   P product(args, shared, at.warp, at.lane, 0);
   wait_for_earlier();
+  if (kFindsRows && at.team == 0) find_rows(found_rows(shared), args.experts, kTokens);
   __syncthreads();
+  // Who has fewest steps to do.
+  if (kFindsRows && at.team == kTeams - 1 && (args.partials != nullptr || !args.accumulate))
+    clear_rows(args.experts, args.partials, args.partial_stride, static_cast<u16*>(args.y), args.k);
   int number = static_cast<int>(blockIdx.x + gridDim.x * static_cast<u32>(warps.number));
   const int apart = static_cast<int>(gridDim.x) * args.tiles_at_once;
-  const i32 row_tiles = count_row_tiles(args);
+  const i32 row_tiles = count_row_tiles(args, shared);
   Tile tile;
-  if (!find_tile(tile, args, row_tiles, number)) return;
+  if (!find_tile(tile, args, shared, row_tiles, number)) return;
   stream.set_tile(tile);
-  Flow flow(stream, args, row_tiles, number, apart);
+  Flow flow(stream, args, shared, row_tiles, number, apart);
   for (int i = 0; i < kStages; ++i) flow.load_next(stream.first() + i, at.copies);
 
   TeamStage ring{stream.first()};
   for (;;) {
     Tile next;
     number += apart;
-    const bool goes_on = find_tile(next, args, row_tiles, number);  // early: it takes a while
-    i32 slots[kTokens / 8];
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      const int token = 8 * i + at.lane % 4 * 2 + warps.thread / 32 % 2;
-      slots[i] = token < tile.num_rows ? slot_of(args.experts, tile.first_row + token) : -1;
-    }
+    const bool goes_on = find_tile(next, args, shared, row_tiles, number);  // early: it takes a while
     multiply_tile(product, stream, tile, ring,
                   [&](int, int stage, bool starts) { flow.load_next(stage, starts); });
-    finish_flowing(args, product, warps, tile, slots);
+    finish_flowing(args, product, warps, tile, shared);
     if (!goes_on) return;
     tile = next;
   }
@@ -317,7 +318,7 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
   }
   Tile tile;
   const auto start = [&] {
-    if (!find_tile(tile, args, count_row_tiles(args), at.cluster)) return false;
+    if (!find_tile(tile, args, shared, count_row_tiles(args, shared), at.cluster)) return false;
     stream.set_tile(tile);
     if (at.copies) stream.start_weight();
     return true;
@@ -337,7 +338,8 @@ __device__ __forceinline__ void run(const QgemmSm90TransposedArgs& args, u8* sha
     Tile next;
     bool goes_on = false;
     const auto find_next = [&] {
-      goes_on = find_tile(next, args, count_row_tiles(args), at.cluster + (number + 1) * at.num_clusters);
+      goes_on = find_tile(next, args, shared, count_row_tiles(args, shared),
+                          at.cluster + (number + 1) * at.num_clusters);
     };
     if (kExperts) find_next();  // early: it takes a while
     multiply_tile(product, stream, tile, ring, [&](int step, int stage, bool starts) {

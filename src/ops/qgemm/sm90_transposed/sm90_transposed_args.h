@@ -10,6 +10,8 @@ namespace halfbyte {
 inline constexpr int kTransposedThreads = 512;
 // Of the half of the table that it does not use.
 inline constexpr int kMeetingBytes = 32768;
+// Rows of experts, at most, where the kernel finds tiles and rows of x by itself. Each warp gathers its own.
+inline constexpr int kTransposedFoundRows = 128;
 
 // What the kernel is compiled for beside types, and how its shared memory lies; all sizes in bytes.
 struct QgemmSm90TransposedTiling {
@@ -20,6 +22,7 @@ struct QgemmSm90TransposedTiling {
   int parameter_bytes;  // of the parameters of a row and group
   bool double_quant;
   bool experts;
+  bool finds_rows;  // of experts, and their tiles: there is no list of these, and no copy of x
   int stages;
 
   // The columns of a strip lie in a slot as blocks: codes, and behind them the parameters of each group. They
@@ -46,6 +49,7 @@ struct QgemmSm90TransposedTiling {
   // that it does not use: of experts, which have many tiles, where warps multiply. Blocks share none of
   // these.
   HALFBYTE_FN bool flows() const { return experts && by_warp() && bits == 4; }
+  HALFBYTE_FN bool can_find_rows() const { return flows() && tokens == 8; }
 
   // What blocks of a cluster send each other lies in that half, or in memory of its own: twice, for one tile
   // and the next, half of the sums.
@@ -63,12 +67,15 @@ struct QgemmSm90TransposedTiling {
   }
   HALFBYTE_FN int exchange_bytes() const { return teams() * units * block_words() * 4 * (by_warp() ? 4 : 1); }
   // Where things begin: the table, the boxes and slots of all stages (afterwards the exchange), barriers, the
-  // map of double quantization.
+  // map of double quantization or the rows that were found.
   HALFBYTE_FN int boxes() const { return table_bytes(); }
   HALFBYTE_FN int slots() const { return boxes() + stages * teams() * box_bytes(); }
   HALFBYTE_FN int barriers() const { return boxes() + stages * stage_bytes(); }
   HALFBYTE_FN int map() const { return barriers() + 2 * stages * teams() * 8; }
-  HALFBYTE_FN int shared_bytes() const { return map() + (double_quant ? 256 * 4 : 0); }
+  HALFBYTE_FN int found() const { return map(); }
+  HALFBYTE_FN int shared_bytes() const {
+    return map() + (double_quant ? 256 * 4 : 0) + (finds_rows ? found_rows_bytes(kTransposedFoundRows) : 0);
+  }
   // Whether the stages have room for the exchange.
   HALFBYTE_FN bool fits() const { return flows() ? stages >= 2 : exchange_bytes() <= stages * stage_bytes(); }
 };
@@ -95,11 +102,13 @@ struct QgemmSm90TransposedArgs {
   bool bf16_scales;  // parameters of two bytes are bf16, else f16
   bool accumulate;
   bool pairs;  // two neighbours of y are at a multiple of their bytes
-  // Of experts. tiles_at_once: of a block, 1, 2 or 4, each with tiles of its own, where the stages flow.
-  // partials: [m][partial_stride]; null: y is stored.
+  // Of experts. tiles_at_once: of a block, 1 to 16, each with tiles of its own, where the stages flow.
+  // expert_tiles: where the kernel does not find them; x_as_it_lies: where it does, at most
+  // kTransposedFoundRows rows. partials: [m][partial_stride]; null: y is stored.
   int tiles_at_once;
   ExpertsArgs experts;
   const ExpertTileEntry* expert_tiles;
+  const void* x_as_it_lies;
   float* partials;
   formats::i32 partial_stride;  // even
 };

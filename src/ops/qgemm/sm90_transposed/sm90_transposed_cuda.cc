@@ -14,7 +14,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kMaxTokens = 64, kMaxExpertTokens = 32;  // with more of experts, ptxas spills registers
+constexpr int kMaxTokens = 64;
 // Of an expert, on average: with more, qgemm_sm90_large is ahead
 // (`halfbyte bench qgemm --experts 128 --top-k 8 --direction transposed --m 64,256,512` with --variant of one
 // and the other).
@@ -58,14 +58,21 @@ std::string refuse(const QgemmProblem& p) {
   return "";
 }
 
-// m rounded up.
+// Of experts, rows of x of a tile. With codes of 4 bits, of up to 20 rows an expert, two tiles of 16 are
+// faster than one of 32, which takes 2.1 times as long; with more than 32 ptxas spills registers.
+int most_expert_tokens(const QgemmProblem& p) { return p.codec.bits == 4 ? 16 : 32; }
+// Rows of x of a tile: m rounded up. Of experts with codes of 4 bits 8, unless many have more: a tile of 16
+// takes 1.18 times as long (512x7168, 256 experts, 128 and 192 tokens).
 int tokens_of(const QgemmProblem& p) {
+  if (p.experts.num > 0 && p.codec.bits == 4)
+    return likely_expert_tiles(p, 8) <= 1.18 * likely_expert_tiles(p, 16) ? 8 : 16;
   const auto rows = static_cast<uint64_t>(std::max<int64_t>(rows_of_weight(p), 8));
-  return std::min(static_cast<int>(std::bit_ceil(rows)), p.experts.num > 0 ? kMaxExpertTokens : kMaxTokens);
+  return std::min(static_cast<int>(std::bit_ceil(rows)),
+                  p.experts.num > 0 ? most_expert_tokens(p) : kMaxTokens);
 }
 
 // All that a tile needs, with as many stages as fit.
-QgemmSm90TransposedTiling tiling_of(const QgemmProblem& problem, int tokens, int units) {
+QgemmSm90TransposedTiling tiling_of(const QgemmProblem& problem, int tokens, int units, bool finds_rows) {
   QgemmSm90TransposedTiling tiling{};
   tiling.tokens = tokens;
   tiling.units = units;
@@ -75,6 +82,7 @@ QgemmSm90TransposedTiling tiling_of(const QgemmProblem& problem, int tokens, int
       problem.weight.scale_bytes + problem.weight.bias_bytes + (problem.weight.has_zeros ? 1 : 0);
   tiling.double_quant = problem.double_quant;
   tiling.experts = problem.experts.num > 0;
+  tiling.finds_rows = finds_rows && tiling.can_find_rows();
   tiling.stages = kMaxStages;
   while (tiling.shared_bytes() > kSharedBytes) --tiling.stages;
   return tiling;
@@ -86,11 +94,34 @@ bool can_be(const QgemmSm90TransposedTiling& t) {
   return t.fits() && !(t.experts && t.tokens == 16 && t.units == 2 && has_many_parameters);
 }
 
+// Where each warp gathers rows of x for much that is summed, that takes longer than to copy them before:
+// 28672x4096, 8 experts, 4 tokens 113 us for 106.
+bool finds_rows(const QgemmProblem& p) {
+  constexpr int64_t kLongest = 8192;
+  return p.in_cols() <= kLongest && finds_expert_rows(p, kTransposedFoundRows);
+}
+
 struct Division {
   int units = 1;          // of 64 columns, that a tile has
   int cluster = 1;        // blocks that share the rows of a tile
   int tiles_at_once = 1;  // of a block, whose warps are divided among them
 };
+
+// Where stages flow, of so many tiles a multiprocessor, in us of an H200: the share of a warp's step in what
+// all of them read and decode; the steps of one, which follow each other; the ends of tiles. It costs a
+// little more that more tiles are under way, or have one unit. Of tiles of one and two units, 1 to 16 at
+// once, these constants choose the fastest for 512x7168 (256 experts, 8 of them for each of 1, 4, 16 and 64
+// tokens), 1536x2048 and 2048x768 (128, 8; 4 and 16), 28672x4096 and 4096x14336 (8, 2; 4 and 16):
+// `halfbyte bench qgemm --direction transposed --experts 256 --top-k 8 --shape 512x7168 --m 1,4,16,64`.
+double flowing_time(const QgemmProblem& p, const QgemmSm90TransposedTiling& tiling, double tiles,
+                    int at_once) {
+  constexpr double kShare = 0.066, kStep = 0.2, kRound = 1.8, kMoreAtOnce = 1.03, kSingle = 1.12;
+  const auto steps = static_cast<double>(ceil_div(p.weight.strips, tiling.strips()));
+  const double of_warp = std::ceil(steps * at_once / tiling.teams());
+  const double time =
+      std::ceil(tiles) * steps * kShare + std::ceil(tiles / at_once) * (of_warp * kStep + kRound);
+  return time * std::pow(kMoreAtOnce, std::log2(at_once)) * (tiling.units == 1 ? kSingle : 1);
+}
 
 // What takes the least time by this model, in units of the packed layout: those of a tile of one unit come in
 // smaller copies; a round, and more so one of clusters, has a begin and an end. The constants are of an H200;
@@ -98,15 +129,12 @@ struct Division {
 // `halfbyte bench qgemm --direction transposed --m 8,16,32,64 --model llama-8b,llama-70b`.
 Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
   constexpr double kRound = 70, kClusterRound = 30;
-  // Where stages flow, of each warp; what it costs that twice as many tiles are under way (28672x4096: 126 us
-  // with one at a time, 133 with two, which the model otherwise calls 3 % faster).
-  constexpr double kFlowingRound = 3, kMoreAtOnce = 1.05;
   const int tokens = tokens_of(p);
   const double single = tokens <= 8 ? 1.2 : tokens <= 16 ? 1.05 : 1.4;
   Division best;
   double least = std::numeric_limits<double>::max();
   for (const int units : {2, 1}) {
-    const QgemmSm90TransposedTiling tiling = tiling_of(p, tokens, units);
+    const QgemmSm90TransposedTiling tiling = tiling_of(p, tokens, units, finds_rows(p));
     if (!can_be(tiling)) continue;
     const double tiles =
         static_cast<double>(ceil_div(p.k, units * formats::kUnitCols)) * likely_expert_tiles(p, tokens);
@@ -117,14 +145,8 @@ Division choose_division(const QgemmProblem& p, int num_multiprocessors) {
       least = time;
     };
     if (tiling.flows()) {
-      // A round lasts as long as the steps of one of the warps.
-      for (const int at_once : {1, 2, 4}) {
-        const double rounds = std::ceil(tiles / (num_multiprocessors * at_once));
-        const auto steps = static_cast<double>(
-            ceil_div(p.weight.strips, tiling.strips() * (tiling.teams() / at_once)) * tiling.strips());
-        const double slower = at_once == 1 ? 1 : at_once == 2 ? kMoreAtOnce : kMoreAtOnce * kMoreAtOnce;
-        consider({units, 1, at_once}, rounds * (steps + kFlowingRound) * unit * tiling.teams() * slower);
-      }
+      for (const int at_once : {1, 2, 4, 8, 16})
+        consider({units, 1, at_once}, flowing_time(p, tiling, tiles / num_multiprocessors, at_once));
       continue;
     }
     for (const int cluster : {1, 2}) {
@@ -149,6 +171,7 @@ cuda::KernelSpec kernel_of(const QgemmProblem& problem, const QgemmSm90Transpose
                                                  {"parameter_bytes", t.parameter_bytes},
                                                  {"double_quant", t.double_quant},
                                                  {"experts", t.experts},
+                                                 {"finds_rows", t.finds_rows},
                                                  {"stages", t.stages}}))};
 }
 
@@ -156,11 +179,11 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
  public:
   explicit QgemmSm90Transposed(const QgemmProblem& problem) : QgemmOneKernel(problem) {
     const Division division = choose_division(problem, context_.num_multiprocessors);
-    tiling_ = tiling_of(problem, tokens_of(problem), division.units);
+    tiling_ = tiling_of(problem, tokens_of(problem), division.units, finds_rows(problem));
     const bool has_experts = problem.experts.num > 0;
     if (has_experts) {
       args_.experts = experts_args(problem);
-      list_expert_rows(tiling_.tokens, 1);
+      if (!tiling_.finds_rows) list_expert_rows(tiling_.tokens, 1);
     } else if (!has_aligned_x(problem)) {
       stage_x(1);
     }
@@ -198,6 +221,7 @@ class QgemmSm90Transposed : public QgemmOneKernel<QgemmSm90TransposedArgs> {
     args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.n, x_stride(),
                               problem_.experts.num > 0 ? tiling_.tokens : static_cast<int>(problem_.m),
                               tiling_.strips() * formats::kUnitRows);
+    args.x_as_it_lies = tensors.x;
     place_experts(args.experts, tensors);
     args.expert_tiles = static_cast<const ExpertTileEntry*>(tensors.expert_tiles);
     args.partials = static_cast<float*>(sums);
@@ -220,10 +244,13 @@ cuda::KernelSpec specialise(const cuda::KernelValues& values) {
   const std::string reason = refuse_weight(problem);
   HALFBYTE_CHECK(reason.empty(), usage, "qgemm_sm90_transposed: {}", reason);
   const QgemmSm90TransposedTiling tiling =
-      tiling_of(problem, number_of(values, "tokens"), number_of(values, "columns") / formats::kUnitCols);
-  HALFBYTE_CHECK(!tiling.experts || (!problem.double_quant && tiling.tokens <= kMaxExpertTokens), usage,
-                 "qgemm_sm90_transposed: experts go with at most {} tokens and without double-quant",
-                 kMaxExpertTokens);
+      tiling_of(problem, number_of(values, "tokens"), number_of(values, "columns") / formats::kUnitCols,
+                cuda::is_set(values, "finds-rows"));
+  HALFBYTE_CHECK(!tiling.experts || (!problem.double_quant && tiling.tokens <= most_expert_tokens(problem)),
+                 usage, "qgemm_sm90_transposed: experts go with at most {} tokens and without double-quant",
+                 most_expert_tokens(problem));
+  HALFBYTE_CHECK(tiling.finds_rows == cuda::is_set(values, "finds-rows"), usage,
+                 "qgemm_sm90_transposed: finds-rows goes with experts, 8 tokens and codes of 4 bits");
   HALFBYTE_CHECK(can_be(tiling), usage,
                  "qgemm_sm90_transposed: columns must be 64 for these parameters, got {}",
                  values.at("columns"));
@@ -239,6 +266,8 @@ std::vector<cuda::Kernel> kernels() {
   keys.push_back(number_key("tokens", {16, 8, 32, 64}, "Rows of x, rounded up."));
   keys.push_back(number_key("columns", {128, 64}, "Of the weight, in a tile."));
   keys.push_back(experts_key());
+  keys.push_back(
+      cuda::flag_key("finds-rows", "Of experts, without a kernel before that lists tiles and copies x."));
   return {
       {{"qgemm", "qgemm_sm90_transposed", "Transposed, at most 64 rows of x.", std::move(keys), kSm90Target},
        specialise}};

@@ -10,6 +10,7 @@
 
 #include "ops/qgemm/weight/experts.cuh"
 #include "ops/qgemm/weight/finish.cuh"
+#include "ops/qgemm/weight/found_rows.cuh"
 #include "ops/qgemm/weight/output.cuh"
 #include "ops/qgemm/weight/sm90.cuh"
 #include "ops/qgemm/weight/tile_ring.cuh"
@@ -157,47 +158,44 @@ __device__ __forceinline__ bool finds_rows(const Args& args) {
 
 // Of experts, all of them, into their ring. By a warp. All clusters have as many, give or take one.
 __device__ __forceinline__ void list_tiles(const Args& args, const Block& block) {
-  struct Found {
-    i32 expert, first, count;
-  };
-  auto* const found = reinterpret_cast<Found*>(block.ring - kTiling.ring_offset() + kTiling.found_offset());
+  using Found = FoundRows<kWgmmaFoundRows>;
+  auto& found = *reinterpret_cast<Found*>(block.ring - kTiling.ring_offset() + kTiling.found_offset());
   wait_for_earlier();
-  const auto count_tiles = [&] {
-    if (!finds_rows(args)) return args.expert_tiles[0].expert;
-    const i32 count = list_expert_tiles(args.experts, kTokens, kWgmmaFoundRows,
-                                        [&](i32 number, i32 first, i32 expert, const ExpertRange& rows) {
-                                          const i32 begin = rows.begin + (number - first) * kTokens;
-                                          found[number] = {expert, begin, min(kTokens, rows.end - begin)};
-                                        });
-    __syncwarp();
-    return count;
-  };
+  const bool finds = finds_rows(args);
+  if (finds) find_rows(found, args.experts, kTokens);
+  const i32 row_tiles = finds ? found.num_tiles : args.expert_tiles[0].expert;
   const u32 log2_cluster = kTiling.shared ? static_cast<u32>(args.log2_cluster) : 0;
-  const u64 worker = blockIdx.x >> log2_cluster, num_workers = gridDim.x >> log2_cluster;
-  const u32 of_weight = static_cast<u32>(args.num_pairs);
-  const u64 all = static_cast<u64>(count_tiles()) * of_weight;
-  u32 at = static_cast<u32>(all * worker / num_workers);
-  const u32 end = static_cast<u32>(all * (worker + 1) / num_workers);
+  const u32 worker = blockIdx.x >> log2_cluster, num_workers = gridDim.x >> log2_cluster;
+  const u32 of_weight = static_cast<u32>(args.num_pairs), all = static_cast<u32>(row_tiles) * of_weight;
+  // all * i / num_workers, without a division of 64 bits.
+  const u32 each = all / num_workers, rest = all - each * num_workers;
+  const auto begin_of = [&](u32 i) { return each * i + rest * i / num_workers; };
+  u32 at = begin_of(worker);
+  const u32 end = begin_of(worker + 1);
   const WgmmaTileRing ring = block.tile_ring();
   // Rows are looked up once for all tiles that have them: it takes three loads, one after the other, which is
   // longer than to multiply a tile of few columns.
   static_assert(!kExperts || kTokens <= 32);  // a lane has one
   u32 of_rows = ~0u;
-  i32 expert = 0, first_row = 0, count = 0, row = -1;
+  i32 expert = 0, first_row = 0, count = 0, row = -1, row_of_x = 0;
   float weight = 1;
   const auto look_up = [&](u32 number) {
     of_rows = number;
-    if (finds_rows(args)) {
-      const Found tile = found[number];
+    if (finds) {
+      const Found::Tile tile = found.tiles[number];
       expert = tile.expert;
       first_row = tile.first;
       count = tile.count;
-    } else {
-      const ExpertTileEntry entry = args.expert_tiles[1 + number];
-      expert = entry.expert;
-      first_row = entry.first;
-      count = entry.count;
+      const i32 i = first_row + min(block.lane, count - 1);
+      row = block.lane < count ? found.slots[i] : -1;
+      row_of_x = found.rows_of_x[i];
+      weight = found.weights[i];
+      return;
     }
+    const ExpertTileEntry entry = args.expert_tiles[1 + number];
+    expert = entry.expert;
+    first_row = entry.first;
+    count = entry.count;
     row = block.lane < count ? slot_of(args.experts, first_row + block.lane) : -1;
     const bool is_weighted = row >= 0 && args.experts.routing_weights != nullptr;
     weight = is_weighted ? args.experts.routing_weights[row] : 1;
@@ -213,28 +211,13 @@ __device__ __forceinline__ void list_tiles(const Args& args, const Block& block)
     TileSlot& slot = ring.wait_empty(place);
     if (block.lane < kTokens) {
       slot.rows[block.lane] = row;
-      if constexpr (kFindsRows) slot.rows_of_x[block.lane] = max(row, 0) / args.experts.slots_per_x;
+      if constexpr (kFindsRows) slot.rows_of_x[block.lane] = row_of_x;
       slot.weights[block.lane] = weight;
     }
     if (block.lane == 0) slot.work = work, slot.count = count;
     __syncwarp();
     if (block.lane == 0) ring.say_full(place);
     if (work.last_pair == 0) return;
-  }
-}
-
-// Zeros for rows that no expert has, where no other kernel makes them. By a warp of each block.
-__device__ __forceinline__ void clear_rows(const Args& args) {
-  wait_for_earlier();
-  const ExpertsArgs& experts = args.experts;
-  const i32 first = clamp(experts.offsets[experts.num - 1], 0, experts.rows);
-  for (i64 i = first + i64{blockIdx.x}; i < experts.rows; i += gridDim.x) {
-    const i32 row = slot_of(experts, i);
-    if (row < 0) continue;
-    if (args.partials != nullptr)
-      clear_row(args.partials + i64{row} * args.partial_stride, args.partial_stride);
-    else if (!args.accumulate)
-      clear_row(static_cast<Memory*>(args.y) + i64{row} * args.n, args.n);
   }
 }
 
@@ -328,7 +311,7 @@ __device__ __forceinline__ void copy_x(const Args& args, const Block& block) {
 // were asked for. These have room besides two that are kept: who multiplies one waits for the next.
 __device__ __forceinline__ void gather_x(const Args& args, const Block& block) {
   constexpr int kUnderWay = min(3, kStages - 2);
-  const auto* const x = static_cast<const Memory*>(args.rows_of_x);
+  const auto* const x = static_cast<const Memory*>(args.x_as_it_lies);
   RingPlace<kStages> place{0, 1}, asked_for;
   int under_way = 0;
   const auto finish_stage = [&] {
@@ -752,8 +735,10 @@ __launch_bounds__(kThreads, 1)
       copy_x(args, block);
     else if (kExperts && copier == 2)
       list_tiles(args, block);
-    else if (finds_rows(args) && copier == 3)
-      clear_rows(args);
+    else if (finds_rows(args) && copier == 3 && (args.partials != nullptr || !args.accumulate)) {
+      wait_for_earlier();
+      clear_rows(args.experts, args.partials, args.partial_stride, static_cast<u16*>(args.y), args.n);
+    }
     return;
   }
 

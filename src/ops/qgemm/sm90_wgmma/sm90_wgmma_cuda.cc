@@ -215,16 +215,11 @@ class QgemmSm90Wgmma : public QgemmOneKernel<QgemmSm90WgmmaArgs> {
   }
 
  private:
-  // Without qgemm_expert_rows before it, which takes as long as the weights of some experts. One warp gathers
-  // rows of x anew for each tile: with four an expert that takes longer than reading the weights.
-  bool finds_rows() const {
-    return tiling_.finds_rows() && problem_.experts.rows != ExpertRows::masked &&
-           problem_.m <= std::min<int64_t>(kWgmmaFoundRows, 2 * problem_.experts.num);
-  }
+  bool finds_rows() const { return tiling_.finds_rows() && finds_expert_rows(problem_, kWgmmaFoundRows); }
   void place(QgemmSm90WgmmaArgs& args, const QgemmTensors& tensors, void* sums) const override {
     args.x = cuda::matrix_map(tensors.x, problem_.m, problem_.k, x_stride(),
                               problem_.experts.num > 0 ? tiling_.tokens : static_cast<int>(problem_.m));
-    args.rows_of_x = tensors.x;
+    args.x_as_it_lies = tensors.x;
     place_experts(args.experts, tensors);
     args.expert_tiles = static_cast<const ExpertTileEntry*>(tensors.expert_tiles);
     args.partials = static_cast<float*>(sums);

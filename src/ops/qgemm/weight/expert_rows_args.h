@@ -17,6 +17,9 @@ struct ExpertTileEntry {
   formats::i32 expert, first, count, panel, width;
 };
 
+// Of shared memory, where a kernel finds tiles and at most so many rows by itself.
+HALFBYTE_FN int found_rows_bytes(int most_rows) { return most_rows * 20 + 4; }
+
 struct QgemmExpertRowsArgs {
   ExpertsArgs experts;
   ExpertTileEntry* list;  // [1 + most_tiles]

@@ -16,13 +16,19 @@ struct ExpertTile {
 struct ExpertRange {
   i32 begin, end;
 };
-__device__ __forceinline__ ExpertRange expert_range(const ExpertsArgs& args, int expert) {
+// From its offset and the one before it; of the first one, that does not matter.
+__device__ __forceinline__ ExpertRange expert_range(const ExpertsArgs& args, int expert, i32 before,
+                                                    i32 offset) {
   if (args.rows_per_expert > 0) {
     const i32 begin = expert * args.rows_per_expert;
-    return {begin, begin + clamp(args.offsets[expert], 0, args.rows_per_expert)};
+    return {begin, begin + clamp(offset, 0, args.rows_per_expert)};
   }
-  const i32 begin = expert == 0 ? 0 : clamp(args.offsets[expert - 1], 0, args.rows);
-  return {begin, expert == args.num ? args.rows : clamp(args.offsets[expert], begin, args.rows)};
+  const i32 begin = expert == 0 ? 0 : clamp(before, 0, args.rows);
+  return {begin, expert == args.num ? args.rows : clamp(offset, begin, args.rows)};
+}
+__device__ __forceinline__ ExpertRange expert_range(const ExpertsArgs& args, int expert) {
+  return expert_range(args, expert, expert > 0 ? args.offsets[expert - 1] : 0,
+                      expert < args.num ? args.offsets[expert] : 0);
 }
 
 // All tiles of `tile` rows of experts: put(number, number of the expert's first tile, expert, its rows), for
@@ -30,12 +36,27 @@ __device__ __forceinline__ ExpertRange expert_range(const ExpertsArgs& args, int
 template <class F>
 __device__ __forceinline__ i32 list_expert_tiles(const ExpertsArgs& args, i32 tile, i32 room, const F& put) {
   const auto tiles_of = [&](const ExpertRange& rows) { return (rows.end - rows.begin + tile - 1) / tile; };
-  // A lane has some experts that follow each other.
+  // A lane has some experts that follow each other. Loads of one offset after the other would take longer
+  // than those of the weights of an expert, so some are on their way at a time.
+  constexpr int kAtOnce = 4;
   const int lane = static_cast<int>(threadIdx.x % 32), per_lane = (args.num + 31) / 32;
   const int first_expert = lane * per_lane, last_expert = min(first_expert + per_lane, args.num);
   i32 tiles = 0;
-  for (int expert = first_expert; expert < last_expert; ++expert)
-    tiles += tiles_of(expert_range(args, expert));
+  u32 used = 0;  // of the first 32
+  for (int begin = 0; begin < per_lane; begin += kAtOnce) {
+    i32 offsets[1 + kAtOnce];  // from that before the first one on
+#pragma unroll
+    for (int i = 0; i <= kAtOnce; ++i)
+      offsets[i] = args.offsets[clamp(first_expert + begin + i - 1, 0, args.num - 1)];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int expert = first_expert + begin + i;
+      if (expert >= last_expert) break;
+      const i32 of_expert = tiles_of(expert_range(args, expert, offsets[i], offsets[i + 1]));
+      tiles += of_expert;
+      if (of_expert > 0 && begin + i < 32) used |= 1u << (begin + i);
+    }
+  }
   i32 sum = tiles;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -43,12 +64,14 @@ __device__ __forceinline__ i32 list_expert_tiles(const ExpertsArgs& args, i32 ti
     if (lane >= distance) sum += before;
   }
   i32 first = sum - tiles;
-  for (int expert = first_expert; expert < last_expert; ++expert) {
+  const auto put_tiles = [&](int expert) {
     const ExpertRange rows = expert_range(args, expert);
     const i32 count = clamp(room - first, 0, tiles_of(rows));
     for (i32 i = 0; i < count; ++i) put(first + i, first, expert, rows);
     first += count;
-  }
+  };
+  for (; used != 0; used &= used - 1) put_tiles(first_expert + __ffs(static_cast<int>(used)) - 1);
+  for (int expert = first_expert + 32; expert < last_expert; ++expert) put_tiles(expert);
   return min(shuffle(sum, 31), room);
 }
 

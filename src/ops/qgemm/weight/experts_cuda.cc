@@ -65,6 +65,10 @@ std::string refuse_sm90_experts(const QgemmProblem& p) {
   return "";
 }
 
+bool finds_expert_rows(const QgemmProblem& p, int64_t most_rows) {
+  return p.experts.rows != ExpertRows::masked && p.m <= std::min(most_rows, 2 * p.experts.num);
+}
+
 KernelKey experts_key() {
   return cuda::flag_key("experts", "Rows of x meet the weights of experts, as the device says.");
 }

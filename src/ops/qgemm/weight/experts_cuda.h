@@ -25,6 +25,11 @@ int64_t tiles_of_rows(const QgemmProblem& problem, int64_t tile);
 // empty if they do.
 std::string refuse_sm90_experts(const QgemmProblem& problem);
 
+// Whether kernels that can, of so many rows, are to find tiles and rows of x by themselves. qgemm_expert_rows
+// before them takes as long as the weights of some experts; but with four rows an expert, gathered anew for
+// each tile, that takes longer.
+bool finds_expert_rows(const QgemmProblem& problem, int64_t most_rows);
+
 // The key of their kernels.
 KernelKey experts_key();
 
