@@ -71,6 +71,21 @@ std::vector<std::string> variants_of(const QgemmGroupedDescriptor& d) {
   return names;
 }
 
+// Why the variant that it names refuses it; empty if it takes it.
+std::string refusal_of(const QgemmGroupedDescriptor& d) {
+  for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
+    if (choice.variant == d.variant) return choice.reason;
+  return "";
+}
+
+// As many rows, or one fewer, by indices: two slots a token, with routing weights.
+void give_indices(QgemmGroupedDescriptor& d) {
+  d.rows = ExpertRows::indices;
+  d.top_k = 2;
+  d.m /= 2;
+  d.routing_weights = true;
+}
+
 // Every variant that takes it against the reference, and a second run against the first.
 void check(QgemmGroupedDescriptor d, uint64_t seed, Routing routing, QgemmData data = QgemmData::random,
            bool exact = false) {
@@ -174,14 +189,9 @@ TEST_F(QgemmGroupedDevice, SwigluInTiles) {
         d.swiglu = true;
         d.variant = "qgemm_sm90_large";
         if (rows == ExpertRows::masked) d.m = rows_of_expert;
-        if (rows == ExpertRows::indices) {
-          d.top_k = 2;
-          d.m /= 2;
-          d.routing_weights = true;
-        }
+        if (rows == ExpertRows::indices) give_indices(d);
         if (rows_of_expert == 256 && (n > 64 || rows != ExpertRows::offsets)) continue;  // the widest tile
-        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
         if (rows == ExpertRows::offsets && n > 64) {
           const int64_t workspace = QgemmGroupedPlan::select(kCuda, d).workspace_size();
           EXPECT_EQ(workspace >= 4 * d.m * n, n == 190) << workspace;
@@ -210,16 +220,9 @@ TEST_F(QgemmGroupedDevice, ManyTiles) {
       d.spec = formats[random() % formats.size()];
       d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
       d.swiglu = kind == 2;
-      d.rows = random() % 2 == 0 ? ExpertRows::offsets : ExpertRows::indices;
-      if (d.rows == ExpertRows::indices) {
-        d.top_k = 2;
-        d.m /= 2;
-        d.routing_weights = true;
-      }
-      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-        if (choice.variant == d.variant && !choice.reason.empty()) d.spec = {.format = Format::nf4};
-      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-        if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+      if (random() % 2 != 0) give_indices(d);
+      if (!refusal_of(d).empty()) d.spec = {.format = Format::nf4};
+      if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
       check(d, random(), testing::pick(random, testing::kRoutings));
       ++num_checked;
     }
@@ -246,8 +249,7 @@ TEST_F(QgemmGroupedDevice, GatheredRows) {
       (transposed ? d.n : d.k) = random() % 2 == 0 ? 72 : 264;
       d.routing_weights = random() % 2 == 0;
       d.x_per_slot = transposed;
-      for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-        if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+      if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
       // No copy of x.
       EXPECT_LT(QgemmGroupedPlan::select(kCuda, d).workspace_size(), d.m * (transposed ? d.n : d.k) * 2);
       check(d, random(), testing::pick(random, testing::kRoutings));
@@ -272,15 +274,9 @@ TEST_F(QgemmGroupedDevice, DividedTiles) {
         d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
         d.bias = !d.transposed;
         d.accumulate = random() % 2 == 0;
-        if (random() % 2 == 0) {
-          d.rows = ExpertRows::indices;
-          d.top_k = 2;
-          d.m /= 2;
-          d.routing_weights = true;
-        }
+        if (random() % 2 == 0) give_indices(d);
         d.variant = "qgemm_sm90_large";
-        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
         check(d, random(), testing::pick(random, testing::kRoutings));
       }
 }
@@ -302,14 +298,8 @@ TEST_F(QgemmGroupedDevice, FewRowsOfManyTiles) {
         QgemmGroupedDescriptor d = few_rows(rows_of_expert, summed, transposed);
         d.spec.format = random() % 2 == 0 ? Format::nf4 : Format::int4;
         d.dtype = random() % 2 == 0 ? DType::bf16 : DType::f16;
-        if (random() % 2 == 0) {
-          d.rows = ExpertRows::indices;
-          d.top_k = 2;
-          d.m /= 2;
-          d.routing_weights = true;
-        }
-        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        if (random() % 2 == 0) give_indices(d);
+        if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
         check(d, random(), testing::pick(random, testing::kRoutings));
       }
 }
@@ -330,13 +320,8 @@ TEST_F(QgemmGroupedDevice, ManyTilesAtOnce) {
         QgemmGroupedDescriptor d = many_columns(64, m, n);
         d.spec.format = random() % 2 == 0 ? Format::nf4 : Format::int4;
         d.rows = rows;
-        if (rows == ExpertRows::indices) {
-          d.top_k = 2;
-          d.m /= 2;
-          d.routing_weights = true;
-        }
-        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        if (rows == ExpertRows::indices) give_indices(d);
+        if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
         check(d, random(), testing::pick(random, testing::kRoutings));
       }
 }
@@ -355,8 +340,7 @@ TEST_F(QgemmGroupedDevice, FewRowsOfLargeTiles) {
         d.routing_weights = d.rows == ExpertRows::indices;
         d.dtype = DType::bf16;
         d.variant = transposed ? "qgemm_sm90_transposed" : "qgemm_sm90_wgmma";
-        for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-          if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+        if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
         check(d, random(), testing::pick(random, testing::kRoutings));
       }
 }
@@ -539,8 +523,7 @@ TEST_P(SanitizeGroupedTiles, EachKernel) {
     d.num_experts = 70;
     d.m = 4 * d.num_experts;
   }
-  for (const QgemmChoice& choice : explain_qgemm_grouped(kCuda, d))
-    if (choice.variant == d.variant && !choice.reason.empty()) GTEST_SKIP() << choice.reason;
+  if (const std::string reason = refusal_of(d); !reason.empty()) GTEST_SKIP() << reason;
   check(d, 1, Routing::random, QgemmData::random, true);
 }
 INSTANTIATE_TEST_SUITE_P(, SanitizeGroupedTiles, ::testing::Range(0, 7));
