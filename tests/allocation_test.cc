@@ -15,6 +15,7 @@
 #include "halfbyte/qgemm_grouped.hpp"
 #include "halfbyte/quantize_linear.hpp"
 #include "halfbyte/quantize_plan.hpp"
+#include "io/team.h"
 
 namespace {
 
@@ -368,6 +369,18 @@ TEST_F(Allocations, OfWorkspacesOfTheThread) {
   EXPECT_EQ(allocations(1 << 20), 0);
   EXPECT_GT(allocations(ThreadWorkspace::kMostKept + 1), 0);
   EXPECT_GT(allocations(ThreadWorkspace::kMostKept + 1), 0);
+}
+
+// The output has its name then: what fails without memory would be told of a call that is done.
+TEST_F(Allocations, OfOneProcessBehindItsWork) {
+  io::Team team(nullptr);
+  int64_t before = -1;
+  EXPECT_EQ(team.run([&] {
+    before = num_allocations;
+    return 7;
+  }),
+            7);
+  EXPECT_EQ(num_allocations - before, 0);
 }
 
 }  // namespace

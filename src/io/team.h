@@ -29,7 +29,7 @@ class Team {
   auto run(const Work& work) {
     try {
       auto result = work();
-      meet();
+      if (!is_alone()) meet();  // alone, nothing allocates once the output has its name
       return result;
     } catch (const Error& error) {
       throw agreed(error);
