@@ -537,9 +537,9 @@ void OutputCheckpoint::commit_file(std::unique_ptr<TensorFile> file, Json* recor
   const std::string& name = files_.names[file->index_];
   file.reset();
   const auto complete = InputFile::open_beneath(directory_->temporary_path(), name);
-  Json record = {{"bytes", complete.size()}, {"hash", hash_file(complete, num_threads_, reporter_)}};
-  record["weights"] = records ? std::move(*records) : Json::array();
-  add_record(name, std::move(record));
+  add_record(name, json_object({{"bytes", complete.size()},
+                                {"hash", hash_file(complete, num_threads_, reporter_)},
+                                {"weights", records ? std::move(*records) : Json::array()}}));
 }
 
 void OutputCheckpoint::count_tensors(size_t file, std::span<const StoredTensor> tensors) {

@@ -349,9 +349,10 @@ CheckpointReport Dequantizer::run() {
   if (options_.dry_run) return std::move(report_);
 
   ProgressPhase progress(reporter_, "dequantize", report_.output_bytes);
-  const nlohmann::json identity = {
-      {"operation", "dequantize"},
-      {"options", {{"dtype", option_json(options_.dtype)}, {"shard_bytes", options_.shard_bytes}}}};
+  const nlohmann::json identity = json_object(
+      {{"operation", "dequantize"},
+       {"options",
+        json_object({{"dtype", option_json(options_.dtype)}, {"shard_bytes", options_.shard_bytes}})}});
   OutputCheckpoint writer(input_, output_, options_.force, files_, side_files_, reporter_,
                           {options_.unfinished, identity, options_.num_threads}, team_);
   writer.run([&] {

@@ -174,10 +174,16 @@ std::string difference(const Json& there, const Json& here) {
   return found.empty() ? find(b) : found;
 }
 
+Json json_object(std::initializer_list<JsonMember> members) {
+  Json object = Json::object();
+  for (const JsonMember& member : members) object[member.name] = std::move(member.value);
+  return object;
+}
+
 Json file_identity(const InputFile& file) {
   const struct stat& status = file.status();
-  return {{"bytes", file.size()},
-          {"changed", fmt::format("{}.{:09}", status.st_mtim.tv_sec, status.st_mtim.tv_nsec)}};
+  return json_object({{"bytes", file.size()},
+                      {"changed", fmt::format("{}.{:09}", status.st_mtim.tv_sec, status.st_mtim.tv_nsec)}});
 }
 
 Json source_identity(const Checkpoint::Impl& input, std::span<const std::string> side_files) {
@@ -225,11 +231,11 @@ std::string exact_text(double value) { return fmt::format("{:a}", value); }
 double exact_value(const Json& text) { return std::strtod(text.get<std::string>().c_str(), nullptr); }
 
 Json to_record(const WeightReport& report) {
-  Json record = {{"weight", report.name},
-                 {"quantized", report.quantized},
-                 {"reason", report.reason},
-                 {"note", report.note},
-                 {"measured", report.measured}};
+  Json record = json_object({{"weight", report.name},
+                             {"quantized", report.quantized},
+                             {"reason", report.reason},
+                             {"note", report.note},
+                             {"measured", report.measured}});
   if (report.quantized) record["scale_dtype"] = to_string(report.spec.scale_dtype);
   if (!report.measured) return record;
   record["max_error"] = exact_text(report.max_error);

@@ -70,6 +70,14 @@ nlohmann::json to_record(const WeightReport& report);
 // what is no such record.
 void from_record(const nlohmann::json& record, WeightReport& report);
 
+// An object of these members. nlohmann's own constructor (3.11.2) loses what it has where memory ends, and
+// operator[] of a null value leaves a broken one.
+struct JsonMember {
+  const char* name;
+  mutable nlohmann::json value;  // moves to the object
+};
+nlohmann::json json_object(std::initializer_list<JsonMember> members);
+
 // A value of an option, null where it is not set.
 template <class T>
 nlohmann::json option_json(const std::optional<T>& option) {

@@ -768,10 +768,10 @@ void Quantizer::share_ranges(OutputCheckpoint& writer) {
     return;
   }
   find_ranges(wanted);
-  Json ranges;
+  Json ranges = Json::object();
   for (const size_t i : wanted)
     ranges[items_[i].source.name] = {exact_text(items_[i].range.min), exact_text(items_[i].range.max)};
-  if (team_.leads()) writer.add_record(name, {{"weights", std::move(ranges)}});
+  if (team_.leads()) writer.add_record(name, json_object({{"weights", std::move(ranges)}}));
 }
 
 Quantizer::TensorFiles Quantizer::write_files(const BeginFile& begin_file, std::span<const size_t> indices) {
@@ -878,27 +878,27 @@ uint64_t Quantizer::source_bytes_of(size_t file) const {
 
 // Every option that the bytes or the report depend on.
 Quantizer::Json Quantizer::identity() const {
-  Json options = {{"format", info(options_.format).name},
-                  {"asymmetric", options_.asymmetric},
-                  {"double_quant", options_.double_quant},
-                  {"layout", to_string(layout_.layout)},
-                  {"granularity", option_json(options_.granularity)},
-                  {"group_size", option_json(options_.group_size)},
-                  {"scale_rule", option_json(options_.scale_rule)},
-                  {"scale_dtype", option_json(options_.scale_dtype)},
-                  {"search", options_.search},
-                  {"importance", importance_ ? importance_->identity() : Json()},
-                  {"nonfinite", options_.nonfinite == NonFinite::error ? "error" : "keep-dense"},
-                  {"include", options_.include},
-                  {"exclude", options_.exclude},
-                  {"reader", option_json(options_.reader)},
-                  {"force_layout", options_.force_layout},
-                  {"keep_embeddings", options_.keep_embeddings},
-                  {"fallback_dense", options_.fallback_dense},
-                  {"verify", options_.verify},
-                  {"shard_bytes", options_.shard_bytes}};
+  Json options = json_object({{"format", info(options_.format).name},
+                              {"asymmetric", options_.asymmetric},
+                              {"double_quant", options_.double_quant},
+                              {"layout", to_string(layout_.layout)},
+                              {"granularity", option_json(options_.granularity)},
+                              {"group_size", option_json(options_.group_size)},
+                              {"scale_rule", option_json(options_.scale_rule)},
+                              {"scale_dtype", option_json(options_.scale_dtype)},
+                              {"search", options_.search},
+                              {"importance", importance_ ? importance_->identity() : Json()},
+                              {"nonfinite", options_.nonfinite == NonFinite::error ? "error" : "keep-dense"},
+                              {"include", options_.include},
+                              {"exclude", options_.exclude},
+                              {"reader", option_json(options_.reader)},
+                              {"force_layout", options_.force_layout},
+                              {"keep_embeddings", options_.keep_embeddings},
+                              {"fallback_dense", options_.fallback_dense},
+                              {"verify", options_.verify},
+                              {"shard_bytes", options_.shard_bytes}});
   if (options_.format == Format::lut4) options["table"] = options_.table;
-  return {{"operation", "quantize"}, {"options", std::move(options)}};
+  return json_object({{"operation", "quantize"}, {"options", std::move(options)}});
 }
 
 // Brings the plan and the report to what they were when an earlier run had written the file.

@@ -489,11 +489,11 @@ uint64_t CheckpointWriter::Impl::verified_bytes(const io::WrittenItem& item) con
 // Null where nothing says what is given.
 nlohmann::json CheckpointWriter::Impl::identity() const {
   if (options.identity.empty()) return {};
-  nlohmann::json weights;
+  nlohmann::json weights = nlohmann::json::object();
   for (const auto& [name, own] : given) {
-    nlohmann::json& weight = weights[name];
-    weight["dtype"] = to_string(own.quantized ? own.quantized->dtype : own.dense.dtype());
-    weight["shape"] = own.quantized ? own.quantized->shape : own.dense.shape();
+    nlohmann::json& weight = weights[name] =
+        io::json_object({{"dtype", to_string(own.quantized ? own.quantized->dtype : own.dense.dtype())},
+                         {"shape", own.quantized ? own.quantized->shape : own.dense.shape()}});
     if (!own.quantized) continue;
     const QuantSpec& spec = own.quantized->spec;
     weight["format"] = info(spec.format).name;
@@ -504,17 +504,16 @@ nlohmann::json CheckpointWriter::Impl::identity() const {
     weight["scale_dtype"] = to_string(spec.scale_dtype);
     if (spec.format == Format::lut4) weight["table"] = spec.table;
   }
-  return {{"operation", options.identity},
-          {"options",
-           {{"layout", to_string(options.layout)},
-            {"reader", io::option_json(options.reader)},
-            {"config", io::option_json(options.config)},
-            {"experts4bit", options.experts4bit},
-            {"force_layout", options.force_layout},
-            {"verify", options.verify},
-            {"shard_bytes", options.shard_bytes}}},
-          {"weights", std::move(weights)},
-          {"left_out", left_out}};
+  return io::json_object({{"operation", options.identity},
+                          {"options", io::json_object({{"layout", to_string(options.layout)},
+                                                       {"reader", io::option_json(options.reader)},
+                                                       {"config", io::option_json(options.config)},
+                                                       {"experts4bit", options.experts4bit},
+                                                       {"force_layout", options.force_layout},
+                                                       {"verify", options.verify},
+                                                       {"shard_bytes", options.shard_bytes}})},
+                          {"weights", std::move(weights)},
+                          {"left_out", left_out}});
 }
 
 void CheckpointWriter::Impl::write_block(io::TensorFile& to, const io::WrittenItem& item,

@@ -278,6 +278,6 @@ def run(section):
                 operation, threads, forever = value
                 step = 1
                 if section.quick:
-                    step = 2500 if operation == "write_checkpoints" else 17
+                    step = 101 if operation == "write_checkpoints" else 17
                 first = section.random.randrange(step) + 1
                 failing.library(operation, threads, first, 1 << 40, step, forever, cold=False)
