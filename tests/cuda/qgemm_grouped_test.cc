@@ -326,8 +326,9 @@ TEST_F(QgemmGroupedDevice, ManyTilesAtOnce) {
       }
 }
 
-// Few rows of x, gathered, of weights with so many outputs that tiles are large, of qgemm_sm90_wgmma 256
-// rows: the ring has four stages or two, and the sums of a tile five; or that blocks have several.
+// Few rows of x, gathered but for transposed codes of 8 bits, of weights with so many outputs that tiles are
+// large, of qgemm_sm90_wgmma 256 rows: the ring has four stages or two, and the sums of a tile five; or that
+// blocks have several.
 TEST_F(QgemmGroupedDevice, FewRowsOfLargeTiles) {
   std::mt19937_64 random(8);
   for (const bool transposed : {false, true})

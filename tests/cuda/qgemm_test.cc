@@ -696,7 +696,7 @@ TEST_P(QgemmCudaShapes, SplitF32IsAsExactAsF32) {
       }
     }
 }
-// One and two rows of f32: rings that wrap, parts of sums, several units a block; tails.
+// One to four rows of f32: rings that wrap, parts of sums, several units a block; tails.
 TEST_P(QgemmCudaShapes, FewRowsOfF32) {
   struct Shape {
     int64_t m, n, k;

@@ -87,9 +87,9 @@ bool wide_tiles_pay(const QgemmProblem& p) { return p.experts.num > 0 && p.weigh
 // Of experts, with one or two rows of x for each of a few, qgemm_sm90_transposed and qgemm_sm90_wgmma need
 // long tiles, or many. 8 of 256 experts, one row each, us, before those of qgemm_sm80: transposed 64x7168 7.2
 // and 6.7, 128x7168 7.7 and 7.4, 256x7168 9.0 and 10.9, 7168x256 14.1 and 13.3; forward 7168x64 7.9 and 6.8,
-// 7168x128 7.1, 7168x256 8.7 and 9.3. With 16 rows they are ahead in all of these (H200). Of 8 bits
-// qgemm_sm90_transposed takes 1.2 to 1.4 times as long as qgemm_sm80 with 256 rows of the weight; with more
-// than 20 rows of x an expert qgemm_sm90_large is faster than either.
+// 7168x128 7.1 (of qgemm_sm80 not recorded), 7168x256 8.7 and 9.3. With 16 rows they are ahead in all of
+// these (H200). Of 8 bits qgemm_sm90_transposed takes 1.16 to 1.19 times as long as qgemm_sm80 with 256 rows
+// of the weight; with more than 20 rows of x an expert qgemm_sm90_large is faster than either.
 bool tiles_are_short_or_few(const QgemmProblem& p) {
   constexpr int64_t kFewRows = 12;
   const int64_t experts = p.experts.num;
