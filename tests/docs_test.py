@@ -1,5 +1,6 @@
-"""What the pages say compiles, runs and exists: every block of C++, C and Python of README.md and docs/, the programs and
-tests that docs/migrating.md names, the tests of the catalogues in docs/reliability.md and docs/security.md.
+"""What the pages say compiles, runs and exists: every block of C++, C and Python of README.md and docs/, the commands of the
+tool in README.md and what they print, the programs and tests that docs/migrating.md names, the tests of the catalogues in
+docs/reliability.md and docs/security.md.
 
 A block is part of a program. What it uses and does not declare, a comment in front of it declares, which readers do not
 see: <!-- compile: DECLARATIONS -->. `...` stands for code that is left out. The blocks of Python of a page are one program;
@@ -70,6 +71,36 @@ def test_blocks_run(page, tmp_path):
     strict = ["-W", "error", "-W", "ignore::FutureWarning:transformers.modeling_utils"]
     result = subprocess.run([sys.executable, *strict, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+
+
+# What the tool prints, with "..." for lines that are left out.
+SESSION = re.compile(r"^```console\n\$ (?P<command>halfbyte .*)\n(?P<output>(?:.*\n)*?)^```", re.MULTILINE)
+COMMANDS = re.compile(r"^```sh\n((?:.*\n)*?)^```", re.MULTILINE)
+
+
+def run_in_readme(command, cli, directory):
+    environment = os.environ | {"PATH": f"{cli.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, shell=True, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def test_readme_says_what_the_tool_prints(cli, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (session,) = SESSION.finditer((ROOT / "README.md").read_text())
+    printed = iter(run_in_readme(session["command"], cli, tmp_path).splitlines())
+    for line in session["output"].splitlines():
+        assert line == "..." or line in printed, line  # in this order
+
+
+def test_readme_commands_work_as_typed(cli, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = "".join(COMMANDS.findall((ROOT / "README.md").read_text())).splitlines()
+    # `bench` takes many seconds; cli_test.py runs it.
+    commands = [line for line in lines if line.startswith("halfbyte ") and not line.startswith("halfbyte bench ")]
+    assert len(commands) >= 8
+    for command in commands:
+        run_in_readme(command, cli, tmp_path)
 
 
 def test_migrating_names_what_there_is():
