@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from conftest import TINY_LLAMA
+from independent import moe
 from independent import safetensors_io as st
 from independent.encode import E4M3, nearest
 
@@ -16,6 +17,15 @@ K = "model.layers.0.self_attn.k_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 EXPERTS = "model.layers.0.mlp.experts"
 GATE_UP = f"{EXPERTS}.gate_up_proj"
+LEFT = "model.layers.0.mlp.up_proj.weight"
+LEFT_OUT = {
+    "bitsandbytes": "--format nf4",
+    "pack-quantized": "--format int4 --group-size 128",
+    "gptq": "--format int4 --layout gptq",
+    "awq": "--format int4 --asymmetric --layout awq",
+    "mlx": "--format affine4",
+    "halfbyte": "--format int4 --layout halfbyte",
+}
 
 
 class Checkpoint:
@@ -49,6 +59,9 @@ def quantized(halfbyte, tmp_path_factory):
     halfbyte("quantize", TINY_LLAMA, "-o", path / "float-quantized", "--format", "fp8")
     halfbyte("quantize", TINY_LLAMA, "-o", path / "modelopt-fp8", "--format", "fp8", "--layout", "modelopt")
     make_gpt_oss(path / "gpt-oss")
+    # Less than all: what is left dense is listed, or what is not.
+    for layout, options in LEFT_OUT.items():
+        halfbyte("quantize", TINY_LLAMA, "-o", path / layout, *options.split(), "--exclude", LEFT.removesuffix(".weight"))
     return path
 
 
@@ -95,6 +108,21 @@ def drop(c, ending):
 
 def set_config(c, **values):
     c.config |= values
+
+
+def entry(c, **values):
+    c.config["quantization_config"] |= values
+
+
+def list_module(c, key, name):
+    """Of lists, and of those of a list."""
+    modules = c.config["quantization_config"][key]
+    (modules[0] if isinstance(modules[0], list) else modules).append(name.removesuffix(".weight"))
+
+
+def unlist_module(c, key, name):
+    modules = c.config["quantization_config"][key]
+    (modules[0] if isinstance(modules[0], list) else modules).remove(name.removesuffix(".weight"))
 
 
 def tie(c):
@@ -209,6 +237,50 @@ FAULTS = {
         "config-ignore",
         Q,
     ),
+    "table of config": ("bitsandbytes", lambda c: entry(c, bnb_4bit_quant_type="fp4"), "config-format", "config.json"),
+    "skipped and quantized": (
+        "bitsandbytes",
+        lambda c: list_module(c, "llm_int8_skip_modules", Q),
+        "config-ignore",
+        Q,
+    ),
+    "dense and not skipped": (
+        "bitsandbytes",
+        lambda c: unlist_module(c, "llm_int8_skip_modules", LEFT),
+        "dense-unlisted",
+        LEFT,
+    ),
+    "format of config, pack-quantized": (
+        "pack-quantized",
+        lambda c: entry(c, format="dense"),
+        "config-format",
+        "config.json",
+    ),
+    "group size of config, pack-quantized": (
+        "pack-quantized",
+        lambda c: c.weights.update(group_size=32),
+        "config-group-size",
+        "config.json",
+    ),
+    "parent of what is dense": (
+        "pack-quantized",
+        lambda c: entry(c, ignore=["lm_head", "model.layers.0.mlp"]),
+        "dense-unlisted",
+        LEFT,
+    ),
+    "group size of config, awq": ("awq", lambda c: entry(c, group_size=64), "config-group-size", "config.json"),
+    "quantized and not in a block": (
+        "gptq",
+        lambda c: unlist_module(c, "modules_in_block_to_quantize", Q),
+        "config-ignore",
+        Q,
+    ),
+    "dense and in a block": (
+        "gptq",
+        lambda c: list_module(c, "modules_in_block_to_quantize", LEFT),
+        "dense-unlisted",
+        LEFT,
+    ),
     "fp8 without scale": ("fp8", lambda c: c.tensors.pop(f"{Q}_scale_inv"), "scale-missing", Q),
     "fp8 without codes": ("fp8", lambda c: c.tensors.pop(Q), "codes-missing", Q),
     "shape of block scales": ("fp8", lambda c: cut_scales(c, f"{Q}_scale_inv"), "scale-shape", Q),
@@ -270,11 +342,45 @@ FAULTS = {
 }
 
 
+def faults(halfbyte, path):
+    return json.loads(halfbyte("verify", path, "--json", "-").stdout)["faults"]
+
+
 @pytest.mark.parametrize(
-    "layout", ["compressed-tensors", "modelopt", "mxfp4", "fp8", "float-quantized", "modelopt-fp8", "gpt-oss"]
+    "layout",
+    ["compressed-tensors", "modelopt", "mxfp4", "fp8", "float-quantized", "modelopt-fp8", "gpt-oss", *LEFT_OUT],
 )
 def test_what_is_written_has_no_faults(halfbyte, quantized, layout):
-    assert json.loads(halfbyte("verify", quantized / layout, "--json", "-").stdout)["faults"] == []
+    assert faults(halfbyte, quantized / layout) == []
+
+
+def test_modules_may_be_listed_by_their_parents_and_endings(halfbyte, quantized, tmp_path):
+    shutil.copytree(quantized / "bitsandbytes", tmp_path / "in")
+    checkpoint = Checkpoint(tmp_path / "in")
+    for name in ("model.layers.0", "0.mlp", "mlp.up_proj"):
+        entry(checkpoint, llm_int8_skip_modules=["lm_head", name])
+        checkpoint.save()
+        assert faults(halfbyte, tmp_path / "in") == [], name
+
+
+# Of a model with a dense layer beside those with experts, which transformers has stacked: they stay dense, and a list
+# names their parent.
+@pytest.mark.parametrize("options", ["nf4", "int4", "int4 --layout gptq", "int4 --asymmetric --layout awq", "affine4"])
+def test_experts_that_are_written_have_no_faults(halfbyte, tmp_path, options):
+    model = tmp_path / "model"  # its config
+    moe.write_model(model, layers=2, experts=4, hidden=512, width=256, vocabulary=512, sparse=True)
+    shapes = moe.shapes_of(0, 0, 512, 0) | moe.shapes_of(1, 4, 512, 256)
+    shapes |= {f"model.layers.0.mlp.{name}_proj.weight": (512, 512) for name in ("gate", "up", "down")}
+    shapes |= {"model.embed_tokens.weight": (512, 512), "lm_head.weight": (512, 512), "model.norm.weight": (512,)}
+    del shapes["model.layers.0.mlp.gate.weight"]
+    random = np.random.default_rng(0)
+    tensors = {name: st.from_f32(random.standard_normal(shape, "f4"), "BF16") for name, shape in shapes.items()}
+    config = json.loads((model / "config.json").read_text()) | {"mlp_only_layers": [0], "intermediate_size": 512}
+    (tmp_path / "one").mkdir()
+    st.write(tmp_path / "one" / "model.safetensors", tensors)
+    (tmp_path / "one" / "config.json").write_text(json.dumps(config))
+    halfbyte("quantize", tmp_path / "one", "-o", tmp_path / "out", "--format", *options.split())
+    assert faults(halfbyte, tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("planted", FAULTS)

@@ -461,32 +461,43 @@ class Verifier {
       return fault("config-missing", "config.json", "it has no quantization_config, but \"{}\" is quantized",
                    quantized->name);
     check_format(*quantization);
-    check_ignored(*quantization);
+    check_lists_of_modules(*quantization);
   }
 
-  // The groups and formats of what is published.
+  static std::string text(const Json& object, const char* key) {
+    const auto value = object.find(key);
+    return value != object.end() && value->is_string() ? value->get<std::string>() : std::string();
+  }
+
+  // What is said of all weights alike. Several groups are of several formats.
   void check_format(const Json& quantization) {
-    const auto text = [&](const char* key) {
-      const auto value = quantization.find(key);
-      return value != quantization.end() && value->is_string() ? value->get<std::string>() : std::string();
-    };
-    const std::string format = text("format"), method = text("quant_method");
-    std::optional<int64_t> group_size, bits;
+    const std::string method = text(quantization, "quant_method");
+    std::string format = text(quantization, "format");
+    std::optional<int64_t> group_size = number(quantization, {"group_size"}),
+                           bits = number(quantization, {"bits"});
+    const auto groups = quantization.find("config_groups");
+    const bool one_group = groups == quantization.end() || groups->size() == 1;
     if (const Json::json_pointer weights("/config_groups/group_0/weights");
-        quantization.contains(weights) && quantization[weights].is_object()) {
+        one_group && quantization.contains(weights) && quantization[weights].is_object()) {
       group_size = number(quantization[weights], {"group_size"});
       bits = number(quantization[weights], {"num_bits"});
     }
     for (const Weight& weight : checkpoint_->weights) {
       if (!weight.layout || weight.layout == Layout::halfbyte || weight.layout == Layout::mlx) continue;
       const FormatInfo& own = info(weight.spec.format);
-      const bool fp8 = own.format == Format::fp8;
-      if (!own.scale_dtype && !fp8) continue;
-      const bool mxfp8 = is_mxfp8(checkpoint_->quantized_weight(weight)->weight);
+      const bool fp8 = own.format == Format::fp8, published = own.scale_dtype || fp8;
+      if (weight.layout == Layout::bitsandbytes) {  // groups and the rest lie beside the codes
+        format = text(quantization, "bnb_4bit_quant_type");
+        if (own.bits == 4 && !format.empty() && format != own.name)
+          return fault("config-format", "config.json", "it says {}, but \"{}\" is {}", format, weight.name,
+                       own.name);
+        continue;
+      }
+      const bool mxfp8 = published && is_mxfp8(checkpoint_->quantized_weight(weight)->weight);
       if (mxfp8 && (method == "mxfp8" || method == "modelopt")) continue;  // of SGLang and ModelOpt
       const std::string own_format = mxfp8 ? "mxfp8-quantized" : compressed_tensors_format(own.format);
-      if (method != quant_method(*weight.layout) ||
-          (weight.layout == Layout::compressed_tensors && format != own_format))
+      if ((published && method != quant_method(*weight.layout)) ||
+          (weight.layout == Layout::compressed_tensors && one_group && format != own_format))
         return fault("config-format", "config.json", "it says {} {}, but \"{}\" is {} of {}", method, format,
                      weight.name, own.name, to_string(*weight.layout));
       if (const auto block = quantization.find("weight_block_size");
@@ -494,7 +505,8 @@ class Verifier {
           *block != Json::array({weight.scale_rows, weight.spec.group_size}))
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has blocks of {} x {}",
                      block->dump(), weight.name, weight.scale_rows, weight.spec.group_size);
-      if (group_size && *group_size != weight.spec.group_size)
+      if (group_size && (published || weight.spec.granularity == Granularity::group) &&
+          *group_size != weight.spec.group_size)
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has groups of {}",
                      *group_size, weight.name, weight.spec.group_size);
       if (bits && *bits != own.bits)
@@ -503,33 +515,68 @@ class Verifier {
     }
   }
 
-  // A reader makes a dense layer of what is listed, and a quantized one of what is not.
-  void check_ignored(const Json& quantization) {
-    std::set<std::string> ignored;
-    bool patterns = false;
-    for (const char* key : {"ignore", "exclude_modules", "modules_to_not_convert"})
-      if (const auto list = quantization.find(key); list != quantization.end() && list->is_array())
-        for (const Json& entry : *list) {
-          if (!entry.is_string()) continue;
-          const auto& word = entry.get_ref<const std::string&>();
-          patterns |= word.starts_with("re:") || word.find('*') != std::string::npos;
-          ignored.insert(word);
-        }
-    std::set<std::string> kinds;  // "q_proj" of modules that are quantized somewhere
+  using Words = std::set<std::string, std::less<>>;
+
+  static void add_words(const Json& list, Words& words) {
+    if (list.is_string()) words.insert(list.get<std::string>());
+    if (list.is_array())
+      for (const Json& entry : list) add_words(entry, words);
+  }
+  // Whether a word is the name of the module or a part of it between dots: of a parent, or "mlp.up_proj".
+  static bool have_part(const Words& words, std::string_view module) {
+    for (size_t begin = 0;; ++begin) {
+      for (size_t end = begin; end != std::string_view::npos;) {
+        end = module.find('.', end + 1);
+        if (words.contains(module.substr(begin, end - begin))) return true;
+      }
+      begin = module.find('.', begin);
+      if (begin == std::string_view::npos) return false;
+    }
+  }
+
+  // A reader makes a dense layer of what is listed, and a quantized one of what is not; one of gptq the
+  // reverse, if there is such a list. Others go by the tensors: there is none for mlx and halfbyte.
+  void check_lists_of_modules(const Json& quantization) {
+    Words dense, converted;
+    for (const char* key : {"ignore", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules"})
+      if (const auto list = quantization.find(key); list != quantization.end()) add_words(*list, dense);
+    constexpr const char* kConverted = "modules_in_block_to_quantize";
+    if (const auto list = quantization.find(kConverted); list != quantization.end())
+      add_words(*list, converted);
+    const auto dynamic = quantization.find("dynamic");  // patterns of gptq
+    const bool patterns = (dynamic != quantization.end() && dynamic->is_object() && !dynamic->empty()) ||
+                          std::ranges::any_of(dense, [](const std::string& word) {
+                            return word.starts_with("re:") || word.find('*') != std::string::npos;
+                          });
+    const auto kind_of = [](const std::string& module) { return module.substr(module.rfind('.') + 1); };
+    Words kinds;  // "q_proj" of modules that are quantized somewhere
+    bool goes_by_tensors = true, whole_names = true;
     for (const Weight& weight : checkpoint_->weights) {
       if (!weight.layout) continue;
       const std::string module = module_of(weight.name);
-      kinds.insert(module.substr(module.rfind('.') + 1));
-      if (ignored.contains(module))
+      kinds.insert(kind_of(module));
+      goes_by_tensors &= weight.layout == Layout::mlx || weight.layout == Layout::halfbyte;
+      whole_names &= weight.layout == Layout::compressed_tensors;
+      if (dense.contains(module))
         fault("config-ignore", weight.name, "it is quantized, but config.json lists \"{}\" as dense", module);
+      const bool in_block = std::ranges::any_of(module, [](char c) { return c >= '0' && c <= '9'; });
+      if (!converted.empty() && in_block && !have_part(converted, module))
+        fault("config-ignore", weight.name, "it is quantized, but {} of config.json does not list \"{}\"",
+              kConverted, module);
     }
-    if (patterns) return;
+    if (patterns || goes_by_tensors) return;
     for (const Weight& weight : checkpoint_->weights) {
       const std::string module = module_of(weight.name);
       if (weight.layout || weight.shape.size() != 2 || !weight.name.ends_with(kWeightSuffix) ||
-          !kinds.contains(module.substr(module.rfind('.') + 1)) || ignored.contains(module))
+          !kinds.contains(kind_of(module)))
         continue;
-      fault("dense-unlisted", weight.name, "it is dense, but config.json does not list \"{}\"", module);
+      if (converted.empty()) {
+        if (!(whole_names ? dense.contains(module) : have_part(dense, module)))
+          fault("dense-unlisted", weight.name, "it is dense, but config.json does not list \"{}\"", module);
+      } else if (have_part(converted, module)) {
+        fault("dense-unlisted", weight.name, "it is dense, but {} of config.json lists \"{}\"", kConverted,
+              module);
+      }
     }
   }
 
