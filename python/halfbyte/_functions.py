@@ -169,8 +169,9 @@ def quantize_linear(
     x = _core._contiguous(x, "x")
     shape, dtype, _ = _core._describe(x, "x")
     code_dtype = fields.setdefault("code_dtype", "i8")
-    if "q_min" not in fields and "q_max" not in fields and code_dtype in _RANGES:
-        fields["q_min"], fields["q_max"] = _RANGES[code_dtype]
+    if code_dtype in _RANGES:
+        for name, bound in zip(("q_min", "q_max"), _RANGES[code_dtype]):
+            fields.setdefault(name, bound)
     computed = scale is None
     if computed:
         if fields.get("zero_point_dtype") is not None:

@@ -211,6 +211,11 @@ void take_protocol(nb::handle object, const char* name, const Kind& kind, bool w
           object.attr("__dlpack__")(nb::arg("stream") = on == nullptr ? 1 : reinterpret_cast<intptr_t>(on));
     }
   }
+  // A buffer may leave out its strides, as those of ctypes do, and nanobind reads them: a memoryview has
+  // some.
+  if (given.is(object) && !nb::hasattr(object, "__dlpack__"))
+    given = nb::steal(PyMemoryView_FromObject(object.ptr()));
+  if (!given.is_valid()) throw nb::python_error();
   const bool taken = written ? take_ndarray<nb::ndarray<>>(given, name, array)
                              : take_ndarray<nb::ndarray<nb::ro>>(given, name, array);
   if (!taken)
@@ -380,10 +385,9 @@ Array new_beside(const Array& like, DType dtype, std::span<const int64_t> shape)
 }
 
 nb::object give_back(const Array& like, nb::object array) {
-  if (like.framework != Framework::other) return array;
+  if (like.framework != Framework::other || !like.source.is_valid()) return array;
   if (nb::hasattr(like.source, "__array_namespace__"))
     return like.source.attr("__array_namespace__")().attr("from_dlpack")(array);
-  if (!like.source.is_valid()) return array;
   if (is_jax(like.source)) return module_named("jax.numpy").attr("from_dlpack")(array);
   const std::string module = text_attribute(like.source.type(), "__module__");
   const nb::object package =

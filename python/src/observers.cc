@@ -109,7 +109,7 @@ void bind_state(nb::module_& module) {
           [](const State& a, nb::handle b) {
             return nb::isinstance<State>(b) && a == nb::cast<const State&>(b);
           },
-          nb::arg("other"), nb::sig("def __eq__(self, other: object, /) -> bool"))
+          nb::arg("other").none(), nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__",
            [](const State& self) {
              const auto text = [](const auto& of) { return nb::cast<std::string>(nb::repr(nb::cast(of))); };

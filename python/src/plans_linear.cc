@@ -27,7 +27,8 @@ void add_codes(PlanClass<Op>& plan, const char* name, View Op::Args::*member, bo
                bool is_zero_point) {
   plan.row(name,
            [=](const LinearDescriptor& d, typename Op::Args& args, RunArguments& run, nb::handle value) {
-             const Array& array = run.take(value, name, written);
+             // Zero points that are given are read alone.
+             const Array& array = run.take(value, name, written && (!is_zero_point || d.computed));
              const DType dtype = is_zero_point ? d.zero_point_dtype.value_or(DType::i32) : d.code_dtype;
              args.*member = codes_view(array, name, dtype, is_zero_point ? d.scale_shape() : d.shape);
            });
@@ -48,7 +49,10 @@ void bind_linear_plans(nb::module_& module) {
         "    >>> plan.run(x=x, scale=scale, codes=codes)\n"
         "    >>> codes\n"
         "    array([ 2, -4,  6], dtype=int8)");
-    plan.read("x", &Args::x).write("scale", &Args::scale);
+    plan.read("x", &Args::x);
+    plan.row("scale", [](const LinearDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
+      args.scale = run.take(value, "scale", d.computed).view;
+    });
     add_codes(plan, "codes", &Args::codes, true, false);
     add_codes(plan, "zero_point", &Args::zero_point, true, true);
     plan.done(

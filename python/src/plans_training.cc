@@ -34,15 +34,21 @@ void bind_training_plans(nb::module_& module) {
     plan.read("x", &Args::x).write("y", &Args::y);
     // Scales of 8 bits come as bytes: what they are is in the descriptor.
     plan.row("scale", [](const FakeQuantizeDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
-      args.scale = run.take(value, "scale", true).view;
+      args.scale = run.take(value, "scale", d.computed).view;
       if (args.scale.dtype == DType::u8 && size_of(d.scale_dtype) == 1) args.scale.dtype = d.scale_dtype;
     });
-    plan.write("zero_point", &Args::zero_point);
+    plan.row("zero_point",
+             [](const FakeQuantizeDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
+               args.zero_point = run.take(value, "zero_point", d.computed).view;
+             });
+    plan.row("global_scale",
+             [](const FakeQuantizeDescriptor& d, Args& args, RunArguments& run, nb::handle value) {
+               args.global_scale = run.take(value, "global_scale", d.computed_global_scale).view;
+             });
     plan.write("mask", &Args::mask)
         .write("min", &Args::min)
         .write("max", &Args::max)
-        .write("num_batches", &Args::num_batches)
-        .write("global_scale", &Args::global_scale);
+        .write("num_batches", &Args::num_batches);
     plan.done(
         "def run(self, *, workspace: object = None, stream: object = None, x: object, y: object, "
         "scale: object, zero_point: object = None, mask: object = None, min: object = None, "

@@ -137,13 +137,16 @@ nb::object to_named(const QuantizationError& error) {
 
 nb::object error_of(Quantized& self, nb::handle x, int num_threads) {
   const Array given = to_contiguous(x, "x");
-  const int64_t wanted = self.tensor.rows() * self.tensor.cols();
-  if (!is_floating(given.view.dtype) || num_elements(given.view) != wanted)
+  if (!is_floating(given.view.dtype) || given.view.shape != self.tensor.shape) {
+    const auto text = [](DType dtype, std::span<const int64_t> shape) {
+      return to_string(dtype) + (" " + shape_text(shape));
+    };
+    const std::string wanted = text(self.tensor.dtype, self.tensor.shape),
+                      got = text(given.view.dtype, given.view.shape);
     throw Error(ErrorCode::usage,
-                "error: x must be the dense weight, " + std::to_string(wanted) + " floating elements, got " +
-                    std::to_string(num_elements(given.view)) + " of " + to_string(given.view.dtype),
-                ErrorDetails{ErrorKind::invalid_argument, "x", std::to_string(wanted),
-                             std::to_string(num_elements(given.view))});
+                "error: x must be the dense weight, " + wanted + " or another floating dtype, got " + got,
+                ErrorDetails{ErrorKind::invalid_argument, "x", wanted, got});
+  }
   void* const stream = to_stream(nb::none(), given);
   QuantizationError error;
   {
@@ -261,8 +264,9 @@ Quantized quantize_array(nb::handle x, nb::handle spec, nb::handle encoding, nb:
     const int64_t cols = array.view.shape.empty() ? 1 : array.view.shape.back();
     if (weights->view.dtype != DType::f32 || weights->view.shape != std::vector<int64_t>{cols} ||
         weights->view.device != array.view.device)
-      throw nb::value_error(
-          ("importance must be f32 [" + std::to_string(cols) + "], on the device of x").c_str());
+      throw Error(
+          ErrorCode::usage, "importance must be f32 [" + std::to_string(cols) + "], on the device of x",
+          ErrorDetails{ErrorKind::invalid_argument, "importance", "f32 [" + std::to_string(cols) + "]", {}});
     by = {static_cast<const float*>(weights->view.data), cols, 0};
   }
   const QuantSpec of = from_python<QuantSpec>(spec, "spec");
@@ -666,8 +670,9 @@ void bind_packed(nb::module_& module) {
                    "num_threads: int = 0, stream: object = None) -> QuantizedTensor | dict[str, object]"),
            "The parts again, a copy: a QuantizedTensor, of a dense weight of `dtype`; in another layout "
            "(bitsandbytes, compressed-tensors, mlx) a dict of the arrays that its files have: codes, scales, "
-           "zeros, biases, and with double quantization absmax, map, offset. Raises ValueError where the "
-           "layout does not hold the spec.")
+           "zeros, biases, and with double quantization absmax, map, offset. Of any spec that it can pack, "
+           "also "
+           "of one that files in it do not have. Raises ValueError for others.")
       .def(
           "to",
           [](const Packed& self, nb::handle device, nb::handle stream) {

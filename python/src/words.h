@@ -153,7 +153,7 @@ class Fields {
         "The same with other values of the fields that are named.");
     class_.def(
         "__eq__", [](const T& a, nb::handle b) { return nb::isinstance<T>(b) && a == nb::cast<const T&>(b); },
-        nb::arg("other"), nb::sig("def __eq__(self, other: object, /) -> bool"));
+        nb::arg("other").none(), nb::sig("def __eq__(self, other: object, /) -> bool"));
     class_.def("__repr__", [name = name_](const T& self) { return repr(name, self); });
     class_.def("__hash__",
                [name = name_](const T& self) { return nb::hash(nb::str(repr(name, self).c_str())); });

@@ -2,6 +2,7 @@
 
 import array
 import copy
+import ctypes
 import gc
 import pickle
 import sys
@@ -143,7 +144,7 @@ def test_block_floats(format):
 def test_error_of_what_is_exact():
     x = np.eye(4, dtype=np.float32)
     assert halfbyte.quantize(x, "int8").error(x) == (0.0, 0, 0.0, np.inf)
-    with pytest.raises(ValueError, match="16 floating elements, got 8") as caught:
+    with pytest.raises(ValueError, match=r"f32 \(4, 4\) or .* got f32 \(2, 4\)") as caught:
         halfbyte.quantize(x, "int8").error(x[:2])
     assert caught.value.argument == "x"
 
@@ -252,6 +253,70 @@ def test_read_only_and_strided_inputs():
     wanted = halfbyte.quantize(np.ascontiguousarray(x[::2, ::-1].T), "int4")
     assert np.array_equal(halfbyte.quantize(x[::2, ::-1].T, "int4").codes, wanted.codes)
     assert np.array_equal(halfbyte.quantize(bytes_view(x), "int4").codes, halfbyte.quantize(x.copy(), "int4").codes)
+
+
+def test_buffers_without_strides():
+    x = (ctypes.c_float * 64)(*random(64))
+    assert np.array_equal(halfbyte.quantize(x, "nf4").codes, halfbyte.quantize(np.array(x), "nf4").codes)
+    rows = ((ctypes.c_float * 64) * 2)()
+    rows[1][3] = 5
+    assert halfbyte.value_range(rows).max == 5
+    out = ((ctypes.c_float * 64) * 2)()
+    q = halfbyte.quantize(np.array(rows), "int8")
+    q.dequantize(out=out)
+    assert np.array_equal(np.array(out), q.dequantize())
+
+
+def test_parts_that_are_dlpack():
+    x = random(4, 64)
+    q, wanted = halfbyte.quantize(x, "int4,asymmetric").as_framework("dlpack"), halfbyte.quantize(x, "int4,asymmetric")
+    for part in ("codes", "scales", "zeros"):
+        assert np.array_equal(np.from_dlpack(getattr(q, part)), getattr(wanted, part))
+    assert np.array_equal(np.from_dlpack(q.dequantize()), wanted.dequantize())
+    assert np.array_equal(np.from_dlpack(q.pack().data), wanted.pack().data)
+
+
+def read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+def test_what_is_read_may_be_read_only():
+    x, scale = random(4, 64), read_only(np.array([0.1, 0.2, 0.3, 0.4], np.float32))
+    zero_point = read_only(np.arange(4, dtype=np.int32))
+    options = {"granularity": "channel", "axis": 0}
+    found = halfbyte.quantize_linear(x, scale, zero_point, **options)
+    assert np.array_equal(found.codes, halfbyte.quantize_linear(x, scale.copy(), zero_point.copy(), **options).codes)
+    found = halfbyte.fake_quantize(x, scale, zero_point, **options)
+    assert np.array_equal(found.y, halfbyte.fake_quantize(x, scale.copy(), zero_point.copy(), **options).y)
+    plan = halfbyte.QuantizeLinearPlan.select("cpu", halfbyte.LinearDescriptor(shape=[64], computed=True))
+    with pytest.raises(halfbyte.UsageError, match="scale: the array is read-only"):
+        plan.run(x=x[0], scale=read_only(np.zeros((), np.float32)), codes=np.empty(64, np.int8))
+
+
+def test_values_equal_none_never():
+    assert halfbyte.QuantSpec() != None and halfbyte.observe(random(2, 3)) != None  # noqa: E711
+    assert hash(halfbyte.FakeQuantizeDescriptor(shape=[3], computed=True, observer=halfbyte.ObserverConfig("min-max")))
+    x = random(4, 64)
+    found = halfbyte.fake_quantize(x, state=halfbyte.observe(x), observer="min-max")
+    assert np.array_equal(found.y, halfbyte.fake_quantize(x).y)
+
+
+def test_outputs_that_overlap_what_is_read():
+    x = random(8, 64)
+    memory = np.zeros(8 * 64 * 4, np.uint8)
+    q = halfbyte.quantize(x, "nf4")
+    codes = memory[: q.codes.nbytes].reshape(q.codes.shape)
+    codes[...] = q.codes
+    given = halfbyte.QuantizedTensor("nf4", (8, 64), codes=codes, scales=q.scales)
+    with pytest.raises(halfbyte.UsageError, match="y must not overlap in.codes|in.codes must not overlap y"):
+        given.dequantize(out=memory.view(np.float32).reshape(8, 64))
+
+
+def test_the_error_is_against_the_shape_of_the_weight():
+    w = random(64, 128)
+    with pytest.raises(halfbyte.UsageError, match=r"x must be the dense weight, f32 \(64, 128\) .* got f32 \(128, 64\)"):
+        halfbyte.quantize(w, "nf4").error(w.T)
 
 
 def bytes_view(x):

@@ -255,7 +255,7 @@ def test_which_layers():
 
 
 @pytest.mark.parametrize("arguments, text", [
-    (("affine4",), "integer or table"), (("nf4,double_quant",), "double"), (("int4,granularity=flat",), "flat|tensor"),
+    (("affine4",), "integer or table"), (("fp8,granularity=channel",), "integer or table"), (("nf4,double_quant",), "double"), (("int4,granularity=flat",), "flat|tensor"),
     (("int4,group_size=8", {"observer": "min-max"}), "shape"),
     (("int4", {"learn_zero_point": True}), "learn_zero_point"),
     (("nf4", {"observer": "mse", "shape": (2, 64)}), "observer"),

@@ -65,6 +65,8 @@ class FakeQuantize(nn.Module):
             raise ValueError("spec must be an integer or table format without double quantization, whose scales are of "
                              f"a tensor, channel or group, got {spec}")
         self.is_table = spec.format in _TABLES
+        if not (self.is_table or spec.format.startswith("int")):
+            raise ValueError(f"spec must be an integer or table format, got {spec}")
         if self.is_table and observer is not None and not learn_scale:
             raise ValueError(f"observer must be None for a table format, got {spec}")
         self.is_block_float = spec.format in BLOCK_FLOATS
