@@ -38,9 +38,9 @@ HALFBYTE_API LinearCodes to_linear(const QuantizedTensor& q, Execution execution
 
 // A buffer of n codes of 4 bits, in groups of `group_size` consecutive ones, the last of which may be short.
 // Element 2i is in the low half of byte i. It decodes to
-//   int4, symmetric    (code - 8) * scale
-//   int4, asymmetric   (code - zero) * scale, with a zero point that is no integer; without zeros code *
-//   scale nf4                value * scale, by the scale that is stored, however it was found
+//   int4, symmetric:   (code - 8) * scale
+//   int4, asymmetric:  (code - zero) * scale, the zero point no integer; without zeros code * scale
+//   nf4:               value * scale, by the scale that is stored, however it was found
 struct FlatCodes {
   Format format = Format::int4;  // int4, nf4
   bool symmetric = true;         // int4

@@ -11,11 +11,11 @@
 namespace halfbyte {
 
 // A TensorView of the same memory. Devices: kDLCPU and kDLCUDAHost become the CPU, kDLCUDA and kDLCUDAManaged
-// the CUDA device. Dtypes: float 16, 32, 64; bfloat 16; int 4, 8, 32, 64; uint 4, 8, 32; one lane. 4-bit
-// tensors are packed. A row of 4-bit elements begins at a byte here, but not in DLPack, so several rows of
-// odd length are refused. Throws Error(usage), naming `name`, the rule and the value, for anything else, for
-// a negative extent, a null shape, more than 32 dimensions, and an address that is not a multiple of the size
-// of its elements.
+// the CUDA device. Dtypes: float 16, 32, 64; bfloat 16; float8 e4m3fn, e8m0fnu; int 4, 8, 32, 64; uint 4, 8,
+// 32; one lane. 4-bit tensors are packed. A row of 4-bit elements begins at a byte here, but not in DLPack,
+// so several rows of odd length are refused. Throws Error(usage), naming `name`, the rule and the value, for
+// anything else, for a negative extent, a null shape, more than 32 dimensions, and an address that is not a
+// multiple of the size of its elements.
 HALFBYTE_API TensorView from_dlpack(const DLTensor& tensor, std::string_view name = "tensor");
 
 // The other direction. The result points to the memory of `view`, and to `storage`, which gets the shape and

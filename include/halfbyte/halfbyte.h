@@ -1,5 +1,6 @@
 /* The C interface of halfbyte, for C and for every language that can call C. It offers what the headers *.hpp
- * offer in C++, except measurements. C99 and C++.
+ * offer in C++, except measurements, files of the caller's own, and groups of processes and devices. C99 and
+ * C++.
  *
  * Functions return a halfbyte_status, except those that return text, a pointer, a number or nothing. After a
  * failure, halfbyte_last_error() says what is wrong. A function that fails does not change what its result
@@ -287,9 +288,9 @@ HALFBYTE_API halfbyte_status halfbyte_quantized_init(halfbyte_quantized* quantiz
 
 /* Quantizes x [..., cols] (contiguous; f32, f16, bf16 or f64), with rows the product of its other extents,
  * into `out`. All are on the device of x; nothing overlaps. Waits for the stream. encoding, execution: NULL
- * means the defaults. range: with granularity tensor, if x is a block of a tensor, the range of the whole
- * tensor; otherwise NULL. status: receives what was found in x. If it is NULL, an element that is not finite,
- * or a scale that its dtype cannot hold, is HALFBYTE_BAD_INPUT. */
+ * means the defaults. range: with granularity tensor or nvfp4, if x is a block of a tensor, the range of
+ * the whole tensor; otherwise NULL. status: receives what was found in x. If it is NULL, an element that is
+ * not finite, or a scale that its dtype cannot hold, is HALFBYTE_BAD_INPUT. */
 HALFBYTE_API halfbyte_status halfbyte_quantize(const DLTensor* x, const halfbyte_quant_spec* spec,
                                                const halfbyte_encoding* encoding,
                                                const halfbyte_quantized* out,

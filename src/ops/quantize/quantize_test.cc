@@ -866,5 +866,51 @@ TEST(QuantizeGolden, BadArgumentsAreNamed) {
             std::string::npos);
 }
 
+// As of plans: nothing beyond the memory that a view tells of, and no overlap of what is written.
+TEST(Quantize, MemoryOfArguments) {
+  const auto message = [](const auto& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage);
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  const auto says = [&](const auto& call, const char* text) {
+    const std::string found = message(call);
+    EXPECT_NE(found.find(text), std::string::npos) << found;
+  };
+  std::vector<float> x(4 * 64, 0.5F);
+  TensorView given{x.data(), DType::f32, {4, 64}};
+  given.num_bytes = 1020;
+  says([&] { quantize(given, QuantSpec{}); }, "quantize: x needs 1024 bytes, its memory has 1020");
+  says([&] { value_range(given); }, "value_range: x needs 1024 bytes, its memory has 1020");
+  const QuantizedTensor q = quantize({x.data(), DType::f32, {4, 64}}, QuantSpec{});
+  says([&] { dequantize(q, given); }, "dequantize: y needs 1024 bytes, its memory has 1020");
+
+  given.num_bytes = -1;
+  std::vector<uint8_t> memory(4 * 64 / 2 + 4 * sizeof(float));
+  QuantizedView out{.spec = QuantSpec{}, .rows = 4, .cols = 64};
+  out.codes = memory.data();
+  const auto try_scales = [&](size_t at) {
+    out.scales = memory.data() + at;
+    return message([&] { quantize(given, out, Encoding{}); });
+  };
+  EXPECT_EQ(try_scales(128), "accepted");
+  EXPECT_NE(try_scales(124).find("out.scales must not overlap out.codes"), std::string::npos);
+  auto* const bytes = reinterpret_cast<uint8_t*>(x.data());
+  out.codes = bytes;
+  EXPECT_NE(try_scales(0).find("out.codes must not overlap x"), std::string::npos);
+
+  ConstQuantizedView in = q.view();
+  in.codes = bytes;
+  says([&] { dequantize(in, given); }, "in.codes must not overlap y");
+
+  DoubleQuantizedView nested{bytes, x.data() + 200, 0};
+  says([&] { double_quantize(x.data(), 64, nested); }, "codes must not overlap scales");
+  says([&] { double_dequantize(nested, 64, x.data()); }, "codes must not overlap scales");
+}
+
 }  // namespace
 }  // namespace halfbyte
