@@ -136,6 +136,9 @@ void list(DeviceKind device, const BenchArguments& arguments, std::string& text,
     };
     for (const BenchOp& op : bench_ops()) add(op.name, op.what);
     for (const auto& [name, what] : kOthers) add(name, what);
+  } else if (const std::string other = alone(arguments); !other.empty()) {
+    throw Error(ErrorCode::usage,
+                fmt::format("bench: {} has no list of problems: its options choose them", other));
   } else {
     for (const std::string& problem : bench_problems(device, selection_of(arguments))) {
       text += problem + "\n";

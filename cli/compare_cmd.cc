@@ -74,8 +74,12 @@ void run(const CompareArguments& arguments, std::string& text, Json& document) {
   if (!table.empty()) text += table.text() + "\n";
   text += summary_line("compared",
                        fmt::format("{} weights, {} of them exact", num_exact + num_inexact, num_exact));
-  text += summary_line("worst SNR", fmt::format("{} dB", format_snr(worst_snr_db)));
-  text += summary_line("mean SNR", fmt::format("{} dB", format_snr(mean_snr_db)));
+  const auto snr = [&](double snr_db) {
+    if (num_exact + num_inexact == 0) return std::string("-");
+    return format_snr(snr_db) + (snr_db < infinity ? " dB" : "");
+  };
+  text += summary_line("worst SNR", snr(worst_snr_db));
+  text += summary_line("mean SNR", snr(mean_snr_db));
   text += summary_line("problems", fmt::format("{}", num_problems));
   text += summary_line("device", "cpu");
 

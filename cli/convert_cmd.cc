@@ -66,6 +66,7 @@ void add_convert_command(CLI::App& app, Command& command) {
   sub.add_flag("--no-verify", arguments->no_verify,
                "Do not read the output back and compare it with the input");
   add_compute_options(sub, arguments->compute);
+  sub.get_option("--device")->description("auto (default) or cpu: convert runs on the CPU only");
   add_report_options(sub, command);
   sub.callback([arguments, &command] {
     check_destination(arguments->destination);

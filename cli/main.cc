@@ -8,6 +8,7 @@
 #include <CLI/Formatter.hpp>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -100,7 +101,7 @@ void remove_leftovers(const Command& command, Json& document) {
       write_stderr(fmt::format("halfbyte: {} \"{}\", which an earlier run left{}{}\n",
                                removed ? "removed" : "kept", printable(leftover.path), removed ? "" : ": ",
                                leftover.why_kept));
-      if (leftover.unfinished && !removed)
+      if (leftover.unfinished && !removed && !discards)
         write_stderr("halfbyte: --resume goes on with it, --discard removes it\n");
       document["leftovers"].push_back({{"path", leftover.path},
                                        {"removed", removed},
@@ -114,6 +115,12 @@ void remove_leftovers(const Command& command, Json& document) {
 void prepare(const Command& command, Json& document, std::optional<ReportFile>& json_file) {
   remove_leftovers(command, document);
   if (command.json_path.empty() || command.json_path == "-") return;
+  const auto place_of = [](const std::string& path) {
+    return std::filesystem::weakly_canonical(std::filesystem::absolute(path));
+  };
+  if (!command.output.empty() && place_of(command.output) == place_of(command.json_path))
+    throw Error(ErrorCode::usage,
+                fmt::format("--json: \"{}\" is the output, too", printable(command.json_path)));
   // The report of the run that is gone on with makes room.
   const bool resumes = command.unfinished == Unfinished::resume;
   const bool force = command.force || (resumes && is_failed_report(command.json_path, command.name));

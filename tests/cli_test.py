@@ -338,6 +338,7 @@ def test_bench_lists():
     text = run("bench", "quantize", "observe", "--list", "--format", "nf4", "--filter", "8192x8192 nf4 g64", env=NO_CUDA).stdout
     assert text.splitlines() == [f"quantize 8192x8192 nf4 g64 {dtype}" for dtype in ["bf16", "f16", "f32"]]
     assert "one of all, quantize" in fails("bench", "quantise", "--device", "cpu", code=USAGE, env=NO_CUDA)
+    assert "no list of problems" in fails("bench", "qgemm", "--list", "--device", "cpu", code=USAGE, env=NO_CUDA)
     assert "goes with no other" in fails("bench", "qgemm", "observe", "--device", "cpu", code=USAGE, env=NO_CUDA)
     assert "--m: only with qgemm" in fails("bench", "observe", "--m", "1", "--device", "cpu", code=USAGE, env=NO_CUDA)
     assert "no problem" in fails("bench", "observe", "--filter", "nothing", "--device", "cpu", code=USAGE, env=NO_CUDA)
@@ -676,6 +677,20 @@ def test_quantize_report(nf4):
         assert re.search(pattern, text, re.M), pattern
 
 
+@pytest.mark.parametrize("format", ["nf4", "affine4"])
+def test_layers_of_other_dtypes_stay_dense_and_are_named(tmp_path, format):
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors, metadata = st.read_directory(MODEL)
+    tensors[name] = st.Tensor("F64", np.ones(tensors[name].data.shape))
+    (tmp_path / "in").mkdir()
+    st.write(tmp_path / "in" / "model.safetensors", tensors, metadata)
+    shutil.copy(MODEL / "config.json", tmp_path / "in")
+    done = run_json("quantize", tmp_path / "in", "-o", tmp_path / "out", "--format", format)
+    weights = {weight["name"]: weight for weight in done["weights"]}
+    assert not weights[name]["quantized"] and weights[name]["reason"] == "dtype F64"
+    assert f"dtype F64: 1 ({name})" in run("quantize", tmp_path / "in", "--format", format, "--dry-run").stdout
+
+
 def test_quantize_json_agrees_with_numpy(tmp_path):
     document = run_json("quantize", MODEL, "-o", tmp_path / "q", "--format", "int4")
     assert document["layout"] == "compressed-tensors" and document["dry_run"] is False
@@ -721,7 +736,7 @@ def test_compare_text(nf4):
     document = run_json("compare", MODEL, MODEL)
     assert document["num_exact"] == document["num_compared"] == 39
     assert document["worst_snr_db"] is None and document["num_problems"] == 0
-    assert "worst SNR    exact" in run("compare", MODEL, MODEL).stdout
+    assert "worst SNR    exact\n" in run("compare", MODEL, MODEL).stdout
 
 
 def test_compare_problems(tmp_path):
@@ -1095,9 +1110,10 @@ def test_json_replaces_files_only(tmp_path):
 def test_json_never_replaces_the_output(tmp_path):
     output = tmp_path / "out.safetensors"
     source = MODEL / "model.safetensors"
-    result = run("quantize", source, "-o", output, "--json", output, code=EXISTS)
-    assert "--json" in result.stderr
-    assert run_json("inspect", output)["num_quantized"] == NUM_LINEAR
+    for path in (output, tmp_path / "none" / ".." / output.name):
+        message = fails("quantize", source, "-o", output, "--json", path, code=USAGE)
+        assert "--json" in message and "is the output" in message
+    assert os.listdir(tmp_path) == []
 
 
 # Terminals, signals, streams, locale

@@ -13,9 +13,10 @@ int main(int argc, char** argv) try {
   options.format = Format::nf4;
   options.force = true;  // replaces OUTPUT
   options.progress = [](const Progress& progress) {
-    std::fprintf(
-        stderr, "\r%-10s %3.0f %%", progress.phase,
-        100.0 * static_cast<double>(progress.done_bytes) / static_cast<double>(progress.total_bytes));
+    if (progress.total_bytes > 0)
+      std::fprintf(
+          stderr, "\r%-10s %3.0f %%", progress.phase,
+          100.0 * static_cast<double>(progress.done_bytes) / static_cast<double>(progress.total_bytes));
     return true;  // false cancels
   };
   const CheckpointReport report = quantize_checkpoint(argv[1], argv[2], options);

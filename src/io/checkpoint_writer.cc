@@ -268,7 +268,8 @@ std::unique_ptr<LockedDirectory> OutputCheckpoint::take_unfinished() {
     }
   }
   if (!taken && !refused.empty())
-    throw Error(code, fmt::format("cannot resume {} (discard removes what is unfinished)", refused));
+    throw Error(code, fmt::format("cannot resume {}{}", refused,
+                                  code == ErrorCode::exists ? "" : " (discard removes what is unfinished)"));
   return taken;
 }
 

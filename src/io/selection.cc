@@ -436,7 +436,11 @@ void Selector::select(const Weight& weight, size_t index) {
                    printable(name), checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype);
   } else if (!(rank == 2 || (rank == 3 && experts)) || !is_quantizable(weight.dtype)) {
     reason = module && rank > 1 ? kept_reason(*module, reads_only_) : "";
-    if (reason.empty()) reason = "not selected";
+    if (reason.empty()) {
+      const bool is_matrix = module && (rank == 2 || (rank == 3 && experts));
+      const std::string& dtype = checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
+      reason = is_matrix ? "dtype " + dtype : "not selected";
+    }
   } else if (architecture_) {
     reason = module ? kept_reason(*module, reads_only_) : "not in " + selection_.architecture;
   } else {
@@ -495,12 +499,14 @@ std::string Selector::reason_for_mlx(const MlxWeight& own) const {
                    "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
                    printable(own.weight.name),
                    checkpoint_.tensors[static_cast<size_t>(first.parts.front())].dtype);
-  } else if (own.kind == MlxWeight::Kind::other || !is_quantizable(first.dtype)) {
+  } else if (own.kind == MlxWeight::Kind::other) {
     return "not selected";
   } else if (options_.keep_embeddings && (own.head || own.kind == MlxWeight::Kind::embedding)) {
     return own.head ? "head" : "embedding";
   } else if (!own.quantized) {
     return "mlx-lm keeps it dense";
+  } else if (!is_quantizable(first.dtype)) {
+    return "dtype " + checkpoint_.tensors[static_cast<size_t>(first.parts.front())].dtype;
   } else if (own.weight.cols() % options_.group_size.value_or(layout_.default_group_size) != 0) {
     return "mlx-lm keeps rows dense that are not whole groups";
   }
