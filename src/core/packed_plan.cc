@@ -46,4 +46,19 @@ void check_parts(const char* op, const std::string& name, const ConstQuantizedVi
   same("cols", parts.cols, descriptor.cols);
 }
 
+void check_parts_apart(const char* op, const ArgumentMemory& dense, const ConstQuantizedView& parts) {
+  const QuantShape shape = quant_shape(parts.spec, parts.rows, parts.cols);
+  const int64_t scale_bytes = shape.num_groups * size_of(parts.spec.scale_dtype);
+  const bool written = !dense.written;
+  const auto part = [&](const char* in, const char* out, const void* data, int64_t num_bytes) {
+    return ArgumentMemory{written ? out : in, data, data == nullptr ? 0 : num_bytes, -1, 1, false, written};
+  };
+  check_all_apart(op,
+                  std::array{dense, part("in.codes", "out.codes", parts.codes, shape.code_bytes()),
+                             part("in.scales", "out.scales", parts.scales, scale_bytes),
+                             part("in.zeros", "out.zeros", parts.zeros, shape.num_groups),
+                             part("in.biases", "out.biases", parts.biases, scale_bytes),
+                             part("in.global_scale", "out.global_scale", parts.global_scale, sizeof(float))});
+}
+
 }  // namespace halfbyte

@@ -12,6 +12,10 @@ std::string text_of_dtypes(const QuantizeDescriptor& descriptor, bool quantizes)
 void check_parts(const char* op, const std::string& name, const ConstQuantizedView& parts,
                  const QuantizeDescriptor& descriptor);
 
+// Of calls without a plan: parts, which are written where the dense matrix is read, lie apart from it and
+// each other.
+void check_parts_apart(const char* op, const ArgumentMemory& dense, const ConstQuantizedView& parts);
+
 // The arguments: a matrix, and the parts that quantization writes and dequantization reads.
 template <class Op, auto matrix, auto parts>
 struct PackedImpl : Plan<Op>::Impl {

@@ -1,8 +1,8 @@
 #include "ops/dequantize/dequantize.h"
 
 #include <algorithm>
-#include <array>
 
+#include "core/packed_plan.h"
 #include "core/plan_device.h"
 #include "core/tensor_check.h"
 #include "cpu/parallel.h"
@@ -79,19 +79,10 @@ void dequantize(const ConstQuantizedView& in, const TensorView& y, Execution exe
       "dequantize: in.zeros must be given exactly for asymmetric integer formats, in.biases for affine ones");
   HALFBYTE_CHECK((in.global_scale != nullptr) == has_global_scale(in.spec), usage,
                  "dequantize: in.global_scale must be given exactly for nvfp4");
-  const QuantShape shape = quant_shape(in.spec, in.rows, in.cols);
-  const int64_t y_bytes = n * size_of(y.dtype), scale_bytes = shape.num_groups * size_of(in.spec.scale_dtype);
+  const int64_t y_bytes = n * size_of(y.dtype);
   HALFBYTE_CHECK(y.num_bytes < 0 || y.num_bytes >= y_bytes, usage,
                  "dequantize: y needs {} bytes, its memory has {}", y_bytes, y.num_bytes);
-  const auto memory = [](const char* name, const void* data, int64_t num_bytes, bool written = false) {
-    return ArgumentMemory{name, data, data == nullptr ? 0 : num_bytes, -1, 1, false, written};
-  };
-  check_all_apart(
-      "dequantize",
-      std::array{memory("y", y.data, y_bytes, true), memory("in.codes", in.codes, shape.code_bytes()),
-                 memory("in.scales", in.scales, scale_bytes), memory("in.zeros", in.zeros, shape.num_groups),
-                 memory("in.biases", in.biases, scale_bytes),
-                 memory("in.global_scale", in.global_scale, sizeof(float))});
+  check_parts_apart("dequantize", {"y", y.data, y_bytes, -1, 1, false, true}, in);
   DequantizeProblem problem = make_dequantize_problem(in, y.data, y.dtype);
   problem.num_threads = threads_for(execution.num_threads, dequantize_work(problem));
   problem.device = y.device;

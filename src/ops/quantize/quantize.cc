@@ -1,11 +1,11 @@
 #include "ops/quantize/quantize.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <numeric>
 
 #include "core/arithmetic.h"
+#include "core/packed_plan.h"
 #include "core/tensor_check.h"
 #include "cpu/parallel.h"
 #include "halfbyte/device.hpp"
@@ -215,16 +215,7 @@ QuantizeProblem make_quantize_problem(const ConstTensorView& x, const QuantizedV
 QuantizeStatus quantize(const ConstTensorView& x, const QuantizedView& out, const Encoding& encoding,
                         Execution execution, const ValueRange* range, const Importance& importance) {
   const QuantizeProblem problem = make_quantize_problem(x, out, encoding, execution, range, importance);
-  const int64_t scale_bytes = problem.shape.num_groups * size_of(out.spec.scale_dtype);
-  const auto memory = [](const char* name, const void* data, int64_t num_bytes, bool written = true) {
-    return ArgumentMemory{name, data, data == nullptr ? 0 : num_bytes, -1, 1, false, written};
-  };
-  check_all_apart("quantize", std::array{memory("x", x.data, num_elements(x) * size_of(x.dtype), false),
-                                         memory("out.codes", out.codes, problem.shape.code_bytes()),
-                                         memory("out.scales", out.scales, scale_bytes),
-                                         memory("out.zeros", out.zeros, problem.shape.num_groups),
-                                         memory("out.biases", out.biases, scale_bytes),
-                                         memory("out.global_scale", out.global_scale, sizeof(float))});
+  check_parts_apart("quantize", {"x", x.data, num_elements(x) * size_of(x.dtype), -1, 1, false, false}, out);
   if (problem.shape.num_groups == 0 && problem.global_scale == nullptr) return {};
   const auto& variant =
       choose<QuantizeProblem, QuantizeStatus>("quantize", kVariants, problem, x.device.kind);
