@@ -363,6 +363,17 @@ def test_modules_may_be_listed_by_their_parents_and_endings(halfbyte, quantized,
         assert faults(halfbyte, tmp_path / "in") == [], name
 
 
+def test_patterns_of_gptq_may_say_otherwise(halfbyte, quantized, tmp_path):
+    shutil.copytree(quantized / "gptq", tmp_path / "in")
+    checkpoint = Checkpoint(tmp_path / "in")
+    entry(checkpoint, group_size=32)
+    checkpoint.save()
+    halfbyte("verify", tmp_path / "in", expect=VERIFY)
+    entry(checkpoint, dynamic={r"+:model\.layers\..*": {"group_size": 128}})
+    checkpoint.save()
+    assert faults(halfbyte, tmp_path / "in") == []
+
+
 # Of a model with a dense layer beside those with experts, which transformers has stacked: they stay dense, and a list
 # names their parent.
 @pytest.mark.parametrize("options", ["nf4", "int4", "int4 --layout gptq", "int4 --asymmetric --layout awq", "affine4"])

@@ -396,6 +396,9 @@ class Selector {
   }
   void select(const Weight& weight, size_t index);
   Selection for_mlx(const MlxModel& model);
+  const std::string& stored_dtype(const Weight& weight) const {
+    return checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
+  }
   std::string reason_for_mlx(const MlxWeight& own) const;
   std::string reason_by_name(const Weight& weight) const;
   void refuse_unreadable() const;
@@ -433,14 +436,11 @@ void Selector::select(const Weight& weight, size_t index) {
     if (rank < 2 || rank > 3 || !is_included(name)) reason = "not selected";
     HALFBYTE_CHECK(!reason.empty() || is_quantizable(weight.dtype) || excluded, usage,
                    "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
-                   printable(name), checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype);
+                   printable(name), stored_dtype(weight));
   } else if (!(rank == 2 || (rank == 3 && experts)) || !is_quantizable(weight.dtype)) {
     reason = module && rank > 1 ? kept_reason(*module, reads_only_) : "";
-    if (reason.empty()) {
-      const bool is_matrix = module && (rank == 2 || (rank == 3 && experts));
-      const std::string& dtype = checkpoint_.tensors[static_cast<size_t>(weight.parts.front())].dtype;
-      reason = is_matrix ? "dtype " + dtype : "not selected";
-    }
+    const bool is_matrix = module && (rank == 2 || (rank == 3 && experts));
+    if (reason.empty()) reason = is_matrix ? "dtype " + stored_dtype(weight) : "not selected";
   } else if (architecture_) {
     reason = module ? kept_reason(*module, reads_only_) : "not in " + selection_.architecture;
   } else {
@@ -497,8 +497,7 @@ std::string Selector::reason_for_mlx(const MlxWeight& own) const {
       return "not selected";
     HALFBYTE_CHECK(is_quantizable(first.dtype) || excluded, usage,
                    "include selects \"{}\", which is {}: only F32, F16 and BF16 can be quantized",
-                   printable(own.weight.name),
-                   checkpoint_.tensors[static_cast<size_t>(first.parts.front())].dtype);
+                   printable(own.weight.name), stored_dtype(first));
   } else if (own.kind == MlxWeight::Kind::other) {
     return "not selected";
   } else if (options_.keep_embeddings && (own.head || own.kind == MlxWeight::Kind::embedding)) {
@@ -506,7 +505,7 @@ std::string Selector::reason_for_mlx(const MlxWeight& own) const {
   } else if (!own.quantized) {
     return "mlx-lm keeps it dense";
   } else if (!is_quantizable(first.dtype)) {
-    return "dtype " + checkpoint_.tensors[static_cast<size_t>(first.parts.front())].dtype;
+    return "dtype " + stored_dtype(first);
   } else if (own.weight.cols() % options_.group_size.value_or(layout_.default_group_size) != 0) {
     return "mlx-lm keeps rows dense that are not whole groups";
   }

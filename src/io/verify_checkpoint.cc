@@ -469,12 +469,21 @@ class Verifier {
     return value != object.end() && value->is_string() ? value->get<std::string>() : std::string();
   }
 
+  // Of gptq: patterns of modules that are dense, or of other bits.
+  static bool has_dynamic(const Json& quantization) {
+    const auto dynamic = quantization.find("dynamic");
+    return dynamic != quantization.end() && dynamic->is_object() && !dynamic->empty();
+  }
+
   // What is said of all weights alike. Several groups are of several formats.
   void check_format(const Json& quantization) {
     const std::string method = text(quantization, "quant_method");
     std::string format = text(quantization, "format");
-    std::optional<int64_t> group_size = number(quantization, {"group_size"}),
-                           bits = number(quantization, {"bits"});
+    std::optional<int64_t> group_size, bits;
+    if (!has_dynamic(quantization)) {
+      group_size = number(quantization, {"group_size"});
+      bits = number(quantization, {"bits"});
+    }
     const auto groups = quantization.find("config_groups");
     const bool one_group = groups == quantization.end() || groups->size() == 1;
     if (const Json::json_pointer weights("/config_groups/group_0/weights");
@@ -485,7 +494,7 @@ class Verifier {
     for (const Weight& weight : checkpoint_->weights) {
       if (!weight.layout || weight.layout == Layout::halfbyte || weight.layout == Layout::mlx) continue;
       const FormatInfo& own = info(weight.spec.format);
-      const bool fp8 = own.format == Format::fp8, published = own.scale_dtype || fp8;
+      const bool fp8 = own.format == Format::fp8, is_float = own.scale_dtype || fp8;
       if (weight.layout == Layout::bitsandbytes) {  // groups and the rest lie beside the codes
         format = text(quantization, "bnb_4bit_quant_type");
         if (own.bits == 4 && !format.empty() && format != own.name)
@@ -493,10 +502,10 @@ class Verifier {
                        own.name);
         continue;
       }
-      const bool mxfp8 = published && is_mxfp8(checkpoint_->quantized_weight(weight)->weight);
+      const bool mxfp8 = is_float && is_mxfp8(checkpoint_->quantized_weight(weight)->weight);
       if (mxfp8 && (method == "mxfp8" || method == "modelopt")) continue;  // of SGLang and ModelOpt
       const std::string own_format = mxfp8 ? "mxfp8-quantized" : compressed_tensors_format(own.format);
-      if ((published && method != quant_method(*weight.layout)) ||
+      if ((is_float && method != quant_method(*weight.layout)) ||
           (weight.layout == Layout::compressed_tensors && one_group && format != own_format))
         return fault("config-format", "config.json", "it says {} {}, but \"{}\" is {} of {}", method, format,
                      weight.name, own.name, to_string(*weight.layout));
@@ -505,7 +514,7 @@ class Verifier {
           *block != Json::array({weight.scale_rows, weight.spec.group_size}))
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has blocks of {} x {}",
                      block->dump(), weight.name, weight.scale_rows, weight.spec.group_size);
-      if (group_size && (published || weight.spec.granularity == Granularity::group) &&
+      if (group_size && (is_float || weight.spec.granularity == Granularity::group) &&
           *group_size != weight.spec.group_size)
         return fault("config-group-size", "config.json", "it says {}, but \"{}\" has groups of {}",
                      *group_size, weight.name, weight.spec.group_size);
@@ -543,11 +552,10 @@ class Verifier {
     constexpr const char* kConverted = "modules_in_block_to_quantize";
     if (const auto list = quantization.find(kConverted); list != quantization.end())
       add_words(*list, converted);
-    const auto dynamic = quantization.find("dynamic");  // patterns of gptq
-    const bool patterns = (dynamic != quantization.end() && dynamic->is_object() && !dynamic->empty()) ||
-                          std::ranges::any_of(dense, [](const std::string& word) {
-                            return word.starts_with("re:") || word.find('*') != std::string::npos;
-                          });
+    const bool patterns =
+        has_dynamic(quantization) || std::ranges::any_of(dense, [](const std::string& word) {
+          return word.starts_with("re:") || word.find('*') != std::string::npos;
+        });
     const auto kind_of = [](const std::string& module) { return module.substr(module.rfind('.') + 1); };
     Words kinds;  // "q_proj" of modules that are quantized somewhere
     bool goes_by_tensors = true, whole_names = true;
