@@ -115,10 +115,14 @@ void remove_leftovers(const Command& command, Json& document) {
 void prepare(const Command& command, Json& document, std::optional<ReportFile>& json_file) {
   remove_leftovers(command, document);
   if (command.json_path.empty() || command.json_path == "-") return;
+  // Empty where that cannot be told: to open it says why.
   const auto place_of = [](const std::string& path) {
-    return std::filesystem::weakly_canonical(std::filesystem::absolute(path));
+    std::error_code error;
+    const std::filesystem::path whole = std::filesystem::absolute(path, error);
+    return error ? std::filesystem::path() : std::filesystem::weakly_canonical(whole, error);
   };
-  if (!command.output.empty() && place_of(command.output) == place_of(command.json_path))
+  const std::filesystem::path place = place_of(command.json_path);
+  if (!command.output.empty() && !place.empty() && place == place_of(command.output))
     throw Error(ErrorCode::usage,
                 fmt::format("--json: \"{}\" is the output, too", printable(command.json_path)));
   // The report of the run that is gone on with makes room.

@@ -1113,7 +1113,10 @@ def test_json_never_replaces_the_output(tmp_path):
     for path in (output, tmp_path / "none" / ".." / output.name):
         message = fails("quantize", source, "-o", output, "--json", path, code=USAGE)
         assert "--json" in message and "is the output" in message
-    assert os.listdir(tmp_path) == []
+    (tmp_path / "loop").symlink_to("loop")
+    for path, code in (("x" * 300, IO), ("loop", EXISTS), ("loop/x", IO)):
+        assert "--json" in fails("quantize", source, "-o", output, "--json", tmp_path / path, code=code)
+    assert os.listdir(tmp_path) == ["loop"]
 
 
 # Terminals, signals, streams, locale

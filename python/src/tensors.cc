@@ -263,10 +263,11 @@ Quantized quantize_array(nb::handle x, nb::handle spec, nb::handle encoding, nb:
     weights = to_contiguous(importance, "importance", stream);
     const int64_t cols = array.view.shape.empty() ? 1 : array.view.shape.back();
     if (weights->view.dtype != DType::f32 || weights->view.shape != std::vector<int64_t>{cols} ||
-        weights->view.device != array.view.device)
-      throw Error(
-          ErrorCode::usage, "importance must be f32 [" + std::to_string(cols) + "], on the device of x",
-          ErrorDetails{ErrorKind::invalid_argument, "importance", "f32 [" + std::to_string(cols) + "]", {}});
+        weights->view.device != array.view.device) {
+      const std::string wanted = "f32 [" + std::to_string(cols) + "]";
+      throw Error(ErrorCode::usage, "importance must be " + wanted + ", on the device of x",
+                  ErrorDetails{ErrorKind::invalid_argument, "importance", wanted, {}});
+    }
     by = {static_cast<const float*>(weights->view.data), cols, 0};
   }
   const QuantSpec of = from_python<QuantSpec>(spec, "spec");
@@ -671,8 +672,7 @@ void bind_packed(nb::module_& module) {
            "The parts again, a copy: a QuantizedTensor, of a dense weight of `dtype`; in another layout "
            "(bitsandbytes, compressed-tensors, mlx) a dict of the arrays that its files have: codes, scales, "
            "zeros, biases, and with double quantization absmax, map, offset. Of any spec that it can pack, "
-           "also "
-           "of one that files in it do not have. Raises ValueError for others.")
+           "also of one that files in it do not have. Raises ValueError for others.")
       .def(
           "to",
           [](const Packed& self, nb::handle device, nb::handle stream) {
